@@ -48,7 +48,7 @@ from jaxconv._src.report.explain import Convolution, Explanation, explain
 from jaxconv._src.report.kernel_table import Kernel, Kernels, kernels
 from jaxconv.export import register
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "Convolution",

@@ -22,7 +22,7 @@ constexpr const char* kActivationNames[] = {"",     "relu",      "relu6", "leaky
                                             "gelu", "gelu_tanh", "silu",  "sigmoid",
                                             "tanh", "hard_swish"};
 
-// Of nchw32.
+// A channel block of nchw32.
 constexpr int64_t ChannelBlock(int64_t channels) { return channels == 4 ? 4 : 32; }
 
 constexpr int64_t kMaxElements = int64_t{1} << 48;
@@ -30,7 +30,7 @@ constexpr int64_t kMaxOffset = int64_t{1} << 60;
 constexpr int64_t kMaxInt32Coordinate = int64_t{1} << 30;
 constexpr int64_t kMaxInt32Extent = (int64_t{1} << 31) - (1 << 16);
 
-// Reads a problem key token by token; keeps the first failure and skips what follows it.
+// Reads a problem key token by token; keeps the first failure and skips the rest.
 class KeyReader {
  public:
   explicit KeyReader(std::string_view key) : rest_(key) {}
@@ -68,7 +68,7 @@ class KeyReader {
     });
   }
 
-  // What differs from the usual layouts, in this order.
+  // Reads the layouts that differ from the default, in this order.
   void ReadLayouts(FilterLayout* filter, ActivationLayout* activation) {
     ReadWord(kFilterLayoutNames, filter);
     if (TakeWord(Name(ActivationLayout::kNchw32))) *activation = ActivationLayout::kNchw32;
@@ -110,14 +110,14 @@ class KeyReader {
     return true;
   }
 
-  // Takes the next word if it is this one.
+  // Consumes the next word if it equals `word`.
   bool TakeWord(std::string_view word) {
     if (!ok() || rest_.substr(0, rest_.find(' ')) != word) return false;
     Take(' ');
     return true;
   }
 
-  // Takes the next word if it is one of these; the first stands for none.
+  // Consumes the next word if it is one of these; the first means none.
   template <typename Enum, size_t kCount>
   void ReadWord(const char* const (&names)[kCount], Enum* value) {
     for (size_t i = 1; i < kCount; ++i) {
@@ -128,7 +128,7 @@ class KeyReader {
     }
   }
 
-  // An activation's name, of leaky_relu with the slope, for example leaky_relu:0x1p-2.
+  // Reads an activation's name; leaky_relu includes the slope, for example leaky_relu:0x1p-2.
   void ReadActivation(Epilogue* epilogue) {
     constexpr std::string_view kLeaky = "leaky_relu";
     if (!ok() || rest_.substr(0, kLeaky.size()) != kLeaky) {
@@ -194,7 +194,7 @@ Status RequirePositive(const char* name, int64_t value) {
                                  std::to_string(value));
 }
 
-// Sums and products of non-negative values stop at the largest int64 instead of overflowing.
+// Sums and products of non-negative values saturate at the largest int64.
 constexpr int64_t kSaturated = std::numeric_limits<int64_t>::max();
 
 int64_t Sum(std::initializer_list<int64_t> terms) {
@@ -217,8 +217,8 @@ int64_t Magnitude(int64_t value) {
   return value == std::numeric_limits<int64_t>::min() ? kSaturated : std::abs(value);
 }
 
-// No coordinate of the axis is larger in magnitude, nor any sum of terms of the relation that ties
-// the three tensors.
+// A bound on the magnitude of every coordinate of the axis, and of every sum of terms in the
+// relation of the three tensors.
 int64_t Reach(const ConvProblem& p, int axis) {
   return Sum({Product({p.in[axis], p.lhs_dilation[axis]}), Product({p.out[axis], p.stride[axis]}),
               Product({p.filter[axis], p.dilation[axis]}), Magnitude(p.pad_lo[axis]),
@@ -230,7 +230,7 @@ Status TooLarge(const std::string& what, int64_t value, const char* limit) {
                                (value == kSaturated ? "2^63 or more" : std::to_string(value)));
 }
 
-// As C's %a whatever the locale: exact, and short.
+// Like C's %a, independent of the locale: exact, and short.
 std::string SlopeText(float slope) {
   char digits[32];
   const auto end =
@@ -414,7 +414,8 @@ Status CheckEpilogue(const ConvProblem& p) {
   if (e.scale == ScaleKind::kNone) {
     return Status::InvalidArgument("epilogue: expected a scale beside the other terms");
   }
-  if (e.activation > Activation::kRelu6) {  // exp and erf have other last bits elsewhere
+  if (e.activation > Activation::kRelu6) {  // exp and erf differ in their last bits between
+                                            // platforms
     return Status::InvalidArgument(
         std::string("epilogue: expected relu or relu6 for 8-bit operands, got ") +
         kActivationNames[static_cast<int>(e.activation)]);
@@ -487,7 +488,7 @@ Status ConvProblem::RequireInt32() const {
       return TooLarge("largest coordinate" + OnAxis(*this, axis), reach, "2^30");
     }
   }
-  // The groups of a krsc filter lie one filter of a group apart.
+  // In a krsc filter, consecutive groups are K / groups output channels apart.
   int64_t group_distance =
       filter_layout == FilterLayout::kKrsc ? k_per_group() * taps() * c_per_group() : 1;
   for (int64_t extent : {n * in_pixels(), n * out_pixels(), taps() * c_per_group(), taps() * k,

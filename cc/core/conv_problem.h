@@ -15,22 +15,22 @@
 //
 // Physical layouts are row-major and dense: x (batch, n, spatial, C), y (batch, n, spatial, K), w
 // (batch, spatial, C / groups, K), where the K of w is ordered by group. Some kernels also read the
-// operand w as (batch, K, spatial, C / groups). In the activation layout nchw32, x is (batch, n,
-// C / 32, spatial, 32) and y likewise, which is no permutation of the axes above; of exactly 4
-// channels x is (batch, n, 1, spatial, 4). A packed filter is a matrix (K, L) of int8: row k holds
-// the reduction of output channel k in the order (spatial, C / groups), in nchw32 (C / groups / 32,
-// spatial, 32), and zeros up to L, the next multiple of 32.
+// operand w as (batch, K, spatial, C / groups). In the activation layout nchw32, x is (batch, n, C
+// / 32, spatial, 32) and y likewise, which is no permutation of the axes above; if C is 4, x is
+// (batch, n, 1, spatial, 4). A packed filter is a matrix (K, L) of int8: row k holds the reduction
+// of output channel k in the order (spatial, C / groups), in nchw32 (C / groups / 32, spatial, 32),
+// and zeros up to L, the next multiple of 32.
 //
 // A filter prepared for Winograd's F(m, 3) is a vector of L float16 elements: a record of 256
-// bytes, whose first four are the power of two, as float32, by which the filter was multiplied, and
-// whose next four another, which brings the largest magnitude of what U was made of into [2^13,
-// 2^14), then the transform U (point, K, C / groups). Of the one-dimensional F(4, 3) along W, U is
-// in the order of cuda/winograd/row_filter.h, where a group's K is filled up to a multiple of 128
-// and its C of 32.
+// bytes, then the transform U (point, K, C / groups). The record begins with two powers of two as
+// float32: the first multiplied the filter, the second brings the largest magnitude of U's input
+// into [2^13, 2^14). For the one-dimensional F(4, 3) along W, U has the order of
+// cuda/winograd/row_filter.h, with a group's K padded to a multiple of 128 and its C to a multiple
+// of 32.
 //
 // Sizes. Validate bounds every size, so that the arithmetic of all kernels and of selection stays
-// within 64 bits; RequireInt32 says whether 32 bits suffice. No other check of a size is needed,
-// save for what one kernel or one library computes in less.
+// within 64 bits; RequireInt32 tests whether 32 bits suffice. Further checks are needed only for
+// values that a kernel or a library computes in fewer bits.
 #ifndef JAXCONV_CORE_CONV_PROBLEM_H_
 #define JAXCONV_CORE_CONV_PROBLEM_H_
 
@@ -47,9 +47,9 @@ namespace jaxconv {
 
 enum class Op { kFprop, kDgrad, kWgrad };
 enum class DType { kF32, kF16, kBF16, kS8, kS32, kU8 };
-// As jax.lax.Precision: the least accuracy the caller accepts for float32 operands.
+// Like jax.lax.Precision: the least accuracy that the caller accepts for float32 operands.
 enum class Precision { kDefault, kHigh, kHighest };
-// How the filter lies in memory, outermost first.
+// The order of the filter's axes in memory, outermost first.
 enum class FilterLayout {
   kRsck,
   kKrsc,
@@ -59,9 +59,9 @@ enum class FilterLayout {
   kWinograd6,    // F(6x6, 3x3)
   kWinograd4x3,  // F(4, 3) along W
 };
-// How x and y lie in memory.
+// The layout of x and y in memory.
 enum class ActivationLayout { kChannelsLast, kNchw32 };
-// The three tensors of a convolution, whichever of them an operation reads and writes.
+// The three tensors of a convolution, in every operation.
 enum class Role { kX, kW, kY };
 
 // The extents of an array, without an allocation.
@@ -69,7 +69,7 @@ struct Extents {
   std::array<int64_t, 7> values{};  // batch, n, channel blocks, three spatial axes, channels
   size_t rank = 0;
 
-  // Of seven at most.
+  // At most seven values.
   template <class Values = std::initializer_list<int64_t>>
   static Extents Of(const Values& extents) {
     Extents of;
@@ -96,15 +96,15 @@ const char* Name(Precision precision);
 const char* Name(FilterLayout layout);
 const char* Name(ActivationLayout layout);
 int64_t ByteWidth(DType dtype);
-// The points at which a filter of this layout is transformed, those of its rows together where the
-// transform is one-dimensional; 0 of other layouts.
+// The number of points of a prepared filter's transform (in a one-dimensional transform, over all
+// filter rows); 0 for other layouts.
 int64_t WinogradPoints(FilterLayout layout);
 
 // Spatial values by axis, right-aligned: a 2-D convolution uses {1, H, W}, so that one index
 // algebra serves ranks 1 to 3. Unused axes hold the neutral value (size 1, stride 1, padding 0).
 using Spatial = std::array<int64_t, 3>;
 
-// In front of a filter prepared for Winograd.
+// The record that precedes a filter prepared for Winograd.
 inline constexpr int64_t kWinogradRecordBytes = 256;
 
 struct ConvProblem {
@@ -126,8 +126,8 @@ struct ConvProblem {
   Spatial lhs_dilation{1, 1, 1};
   Spatial dilation{1, 1, 1};
   Spatial pad_lo{0, 0, 0};
-  Spatial pad_hi{0, 0, 0};                           // may be negative, as pad_lo may
-  FilterLayout filter_layout = FilterLayout::kRsck;  // of dw always
+  Spatial pad_hi{0, 0, 0};                           // may be negative, like pad_lo
+  FilterLayout filter_layout = FilterLayout::kRsck;  // always for dw
   ActivationLayout activation_layout = ActivationLayout::kChannelsLast;
   Epilogue epilogue;
 
@@ -138,8 +138,7 @@ struct ConvProblem {
   int64_t taps() const { return filter[0] * filter[1] * filter[2]; }
 
   int64_t x_elements() const { return batch * n * in_pixels() * c; }
-  // The share of x's pixels that some window touches: strides wider than the filter skip the
-  // others.
+  // The share of x's pixels that lie in a window: strides wider than the filter skip pixels.
   double PartOfX() const;
   int64_t w_elements() const { return batch * taps() * c_per_group() * k; }
   int64_t y_elements() const { return batch * n * out_pixels() * k; }
@@ -147,7 +146,7 @@ struct ConvProblem {
   int64_t packed_row() const { return (taps() * c_per_group() + 31) / 32 * 32; }
   // Elements of a filter prepared for Winograd.
   int64_t winograd_elements() const;
-  // Multiplications and additions of the definition, padding included.
+  // Multiplications and additions in the definition, padding included.
   int64_t flops() const { return 2 * batch * n * out_pixels() * taps() * c_per_group() * k; }
 
   DType output_dtype() const {
@@ -159,22 +158,22 @@ struct ConvProblem {
 
   // The extents of a tensor's array, with `rank` spatial entries: x (batch, n, spatial, C) or, in
   // nchw32, (batch, n, C / 32, spatial, 32); y likewise with K; w (batch, spatial, C / groups, K),
-  // also where it is stored as krsc, packed (batch, K, L), prepared for Winograd (batch, L).
-  // `with_batch`: the arrays of an unbatched call lack the batch.
+  // also if it is stored as krsc; packed (batch, K, L); prepared for Winograd (batch, L).
+  // `with_batch`: false for unbatched calls, whose arrays lack the batch axis.
   Extents Shape(Role role, bool with_batch = true) const;
 
   // InvalidArgument unless sizes are positive, groups divides both channel counts, `out` is the
   // extent that the window implies, layouts suit the operation and the channels, and the epilogue's
-  // terms suit each other and the types. Unimplemented where a
-  // tensor reaches 2^48 elements, or where 2^60 is reached by the flops or by the offset of an
-  // element of the dilated and padded input of all images. (More than an address space holds; the
-  // remaining bits are for bytes of an element, padded channels, slices, and sums of such terms.)
+  // terms suit each other and the types. Unimplemented if a tensor has 2^48 elements or more, or if
+  // the flops, or an element offset in the dilated and padded input of all images, reach 2^60.
+  // (These limits exceed every address space; the remaining bits allow for bytes of an element,
+  // padded channels, slices, and sums of these terms.)
   Status Validate() const;
-  // Unimplemented where 32 bits do not hold every coordinate and GEMM extent of a valid problem:
-  // coordinates stay below 2^30, so that sums of two do not overflow, and extents below
+  // Unimplemented unless 32 bits hold every coordinate and GEMM extent of a valid problem:
+  // coordinates must stay below 2^30, so that the sum of two does not overflow, and extents below
   // 2^31 - 2^16, so that rounding up to tiles does not.
   Status RequireInt32() const;
-  // For kernels that read no other layout.
+  // For kernels that read only rsck.
   Status RequireRsck() const;
   Status RequireRsckOrKrsc() const;
   Status RequireChannelsLast() const;
@@ -190,10 +189,10 @@ struct ConvProblem {
   static Status Parse(std::string_view key, ConvProblem* problem);
 };
 
-// a / b rounded up, for a >= 0 and b > 0.
+// a / b, rounded up, for a >= 0 and b > 0.
 constexpr int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// floor((dilated_in + pad_lo + pad_hi - dilated_filter) / stride) + 1, and 0 where the span is
+// floor((dilated_in + pad_lo + pad_hi - dilated_filter) / stride) + 1, and 0 if the span is
 // negative. Terms beyond 2^60 overflow.
 int64_t OutputExtent(int64_t in, int64_t filter, int64_t stride, int64_t lhs_dilation,
                      int64_t dilation, int64_t pad_lo, int64_t pad_hi);

@@ -1,5 +1,5 @@
-// What a convolution does with its sums before it stores them. Part of the problem, because kernels
-// are chosen and planned for it; the operands themselves come with each launch.
+// The epilogue of a convolution. It is part of the problem, because kernels are chosen and planned
+// for it; each launch provides its operands.
 #ifndef JAXCONV_CORE_EPILOGUE_H_
 #define JAXCONV_CORE_EPILOGUE_H_
 
@@ -7,10 +7,10 @@
 
 namespace jaxconv {
 
-// With v the value before: kRelu6 is min(max(v, 0), 6), kLeakyRelu v < 0 ? negative_slope * v : v,
-// kGelu v * Phi(v) with the normal distribution's Phi, kGeluTanh its approximation
-// v / 2 * (1 + tanh(sqrt(2 / pi) * (v + 0.044715 * v^3))), kSilu v * sigmoid(v), kHardSwish
-// v * (min(max(v + 3, 0), 6) / 6). NaN stays NaN; a product of infinity and 0 is NaN.
+// For a value v: kRelu6 is min(max(v, 0), 6); kLeakyRelu v < 0 ? negative_slope * v : v; kGelu v *
+// Phi(v) with the normal distribution's Phi; kGeluTanh its approximation v / 2 * (1 + tanh(sqrt(2 /
+// pi) * (v + 0.044715 * v^3))); kSilu v * sigmoid(v); kHardSwish v * (min(max(v + 3, 0), 6) / 6).
+// NaN stays NaN; infinity times 0 is NaN.
 enum class Activation : int32_t {
   kNone,
   kRelu,
@@ -27,7 +27,7 @@ enum class Activation : int32_t {
 // kChannel: one factor for each output channel. kImage: one for each image and output channel.
 enum class ScaleKind : int32_t { kNone, kChannel, kImage };
 
-// Of 8-bit operands, with the int32 sum `acc` of an output element (image n, channel k):
+// For 8-bit operands, with the int32 sum `acc` of an output element (image n, channel k):
 //
 //     a = acc + offset[k]
 //     t = fma(float(a), scale, bias[k])               scale[k], or scale[n, k]
@@ -35,27 +35,26 @@ enum class ScaleKind : int32_t { kNone, kChannel, kImage };
 //     t = activation(t)
 //
 // in float32. An integer output is t rounded to the nearest, ties to even (NaN gives 0), plus
-// zero_point, saturated; a float output is t rounded once. Absent terms are left out. Without a
+// zero_point, saturated; a float output is t rounded once. Absent terms are omitted. Without a
 // scale there are no other terms: integer outputs are the sum's low bits, float outputs the sum.
 //
-// Of floating-point operands, with the float32 sum `acc`, in float32 (a product and the sum after
-// it may be contracted):
+// For floating-point operands, with the float32 sum `acc`, in float32 (a product and the following
+// sum may be contracted):
 //
 //     t = acc * scale[k]
 //     t = t + bias[k]
 //     t = t + float(residual)      residual of the output's shape, type and layout
 //     y = activation(t)            rounded once to the output's type
 //
-// Absent terms are left out. `pre`: t, rounded to the output's type, is a second result.
-// `statistics`: a third result, float32 (2, K), the mean of every channel of y as rounded, over
-// images and pixels, and the sum of the squared deviations from it. Its order of summation is
-// fixed.
+// Absent terms are omitted. `pre`: t, rounded to the output's type, is a second result.
+// `statistics`: a third result, float32 (2, K): for every channel of the rounded y, the mean over
+// images and pixels, and the sum of squared deviations from it. Its order of summation is fixed.
 struct Epilogue {
   ScaleKind scale = ScaleKind::kNone;
   bool offset = false, bias = false, residual = false;
   Activation activation = Activation::kNone;
   int64_t zero_point = 0;    // of an 8-bit output
-  float negative_slope = 0;  // of kLeakyRelu, finite
+  float negative_slope = 0;  // for kLeakyRelu, finite
   bool pre = false, statistics = false;
 
   bool Plain() const {

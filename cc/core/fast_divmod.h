@@ -1,4 +1,4 @@
-// Division by an invariant: n / d as one wide multiplication and one shift.
+// Division by an invariant divisor: n / d as one wide multiplication and one shift.
 //
 // For 1 <= d < 2^31 and 0 <= n < 2^31, with l = ceil(log2 d) and p = 31 + l, the multiplier
 // m = ceil(2^p / d) fits in 32 bits and floor(n / d) = (n * m) >> p exactly: m * d = 2^p + e with
@@ -23,8 +23,8 @@ struct FastDivmod {
   uint32_t shift = 31;
 
   FastDivmod() = default;
-  // Host only: the two wide divisions here are what the device is spared. A divisor of 0 (an axis
-  // without elements) is stored as 1, so that nothing divides by zero on the way to an empty loop.
+  // Host only: it does the two wide divisions that the device avoids. A divisor of 0 (an axis
+  // without elements) is stored as 1, so that no code divides by zero before an empty loop.
   explicit FastDivmod(int64_t d) : divisor(d > 0 ? static_cast<uint32_t>(d) : 1u) {
     uint32_t log2_ceil = 0;
     while ((uint64_t{1} << log2_ceil) < divisor) ++log2_ceil;

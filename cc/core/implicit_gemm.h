@@ -1,4 +1,4 @@
-// The index algebra of implicit GEMM: the one place that says which element meets which.
+// The index algebra of implicit GEMM: it alone defines which elements are multiplied.
 //
 // Every operation gathers along each spatial axis by one relation between a destination coordinate,
 // a filter tap and a source coordinate:
@@ -9,14 +9,15 @@
 //     lhs_dilation dgrad   dst = i, src = p   mul = lhs_dilation   step = -dilation   off = +pad_lo
 //     div = stride wgrad   as fprop: rows are taps, the reduction runs over dst = p
 //
-// Where div > 1 only some taps hit a source element. fprop and dgrad split the destination into
-// phases, dst = phase + j * period with period = div / gcd(mul, div). Inside one phase the taps
-// that hit are tap = first_tap + t * tap_period with tap_period = div / gcd(step, div), and
+// If div > 1, only some taps hit a source element. fprop and dgrad split the destination into
+// residue classes (phases), dst = phase + j * period with period = div / gcd(mul, div). Within a
+// phase the taps that hit are tap = first_tap + t * tap_period with tap_period = div / gcd(step,
+// div), and
 //
 //     src = src0 + j * src_per_j + t * src_per_t
 //
-// in integers: each phase is a plain dense convolution, no inserted zero is ever multiplied, and a
-// phase without taps has an empty sum. wgrad keeps the relation and drops the terms that do not
+// in integers: each phase is a dense convolution, inserted zeros are never multiplied, and a phase
+// without taps has an empty sum. wgrad uses the relation directly and skips the terms that do not
 // divide.
 //
 // GEMM extents, per group (gemm_m x gemm_n x reduction):
@@ -35,8 +36,8 @@
 
 namespace jaxconv {
 
-// A coordinate that no bounds check accepts, whatever is added to it: real ones stay below 2^30 in
-// magnitude, which ConvProblem::RequireInt32 checks.
+// A coordinate that fails every bounds check after any addition: ConvProblem::RequireInt32 bounds
+// real coordinates by 2^30 in magnitude.
 inline constexpr int32_t kInvalidCoordinate = -(1 << 30);
 
 // One phase of one axis. Without initialisers, because kernels keep it in shared memory.
@@ -57,15 +58,15 @@ struct GatherAxis {
   int32_t off = 0;
   int32_t div = 1;
   int32_t period = 1;
-  int32_t phases = 1;       // min(period, dst_extent): the others have no destination
+  int32_t phases = 1;       // min(period, dst_extent): further phases have no destination
   int32_t first_phase = 0;  // a phase with the most taps, numbered 0 so that it starts first
   int32_t step_gcd = 1;
   int32_t tap_period = 1;
   int32_t step_inverse = 0;  // of step / step_gcd modulo tap_period
   int32_t src_per_j = 1;
   int32_t src_per_t = 1;
-  // dst_count and tap_count of a phase are one of two neighbours; their divisors are made on the
-  // host.
+  // dst_count and tap_count of a phase have one of two neighbouring values; the host prepares both
+  // divisors.
   FastDivmod dst_count_divmod[2];  // ceil(dst_extent / period), and one less
   FastDivmod tap_count_divmod[2];  // ceil(taps / tap_period), and one less
   FastDivmod dst_divmod;           // by dst_extent
@@ -78,8 +79,8 @@ struct GatherAxis {
     if (phase >= phases) phase -= phases;
     result.phase = phase;
     result.dst_count = (dst_extent - phase + period - 1) / period;
-    // Coordinates stay below 2^30 (RequireInt32): 32-bit divisions, of which a GPU makes
-    // a dozen instructions each, and none where div is 1.
+    // Coordinates stay below 2^30 (RequireInt32), so divisions have 32 bits; each takes a GPU a
+    // dozen instructions, none if div is 1.
     const int32_t origin = phase * mul + off;
     if (div == 1) {
       result.tap_count = taps;
@@ -113,7 +114,7 @@ struct GatherAxis {
   }
 };
 
-// What a kernel needs to know of a problem, beside its pointers and its tile.
+// The parameters of a problem that a kernel needs, except pointers and tile.
 struct ImplicitGemm {
   GatherAxis axis[3];
   int32_t images = 1;
@@ -135,13 +136,14 @@ struct ImplicitGemm {
   int32_t a_group = 0, b_group = 0, out_group = 0;
   int64_t b_tap = 0;  // fprop, dgrad: from one tap of the filter to the next
   int64_t b_reduce =
-      0;  // from one reduction index to the next inside a tap; wgrad: per pixel of dy
+      0;  // from one reduction index to the next within a tap; wgrad: per pixel of dy
   int64_t b_column = 1;  // from one gemm_n to the next
 
   JAXCONV_HOST_DEVICE bool InSource(int32_t src0, int32_t src1, int32_t src2) const {
     return axis[0].InSource(src0) && axis[1].InSource(src1) && axis[2].InSource(src2);
   }
-  // Row-major pixel of the gathered tensor inside one image; linear, so it serves differences too.
+  // Row-major pixel index of the gathered tensor within an image; linear, so it also applies to
+  // differences.
   JAXCONV_HOST_DEVICE int64_t SourcePixel(int64_t src0, int64_t src1, int64_t src2) const {
     return (src0 * axis[1].src_extent + src1) * axis[2].src_extent + src2;
   }
@@ -152,11 +154,11 @@ struct ImplicitGemm {
     return (tap0 * axis[1].taps + tap1) * axis[2].taps + tap2;
   }
 
-  // Phase index -> one phase for each axis. The last axis runs fastest.
+  // The phase of an axis in a phase index; the last axis runs fastest.
   JAXCONV_HOST_DEVICE AxisPhase PhaseOfAxis(int32_t index, int a) const {
     int32_t index2 = index % axis[2].phases;
     index /= axis[2].phases;
-    // Without an array indexed by `a`, which a GPU would keep in memory.
+    // Not an array indexed by `a`, which a GPU would keep in local memory.
     return axis[a].Phase(a == 0   ? index / axis[1].phases
                          : a == 1 ? index % axis[1].phases
                                   : index2);
@@ -168,20 +170,20 @@ struct ImplicitGemm {
     return phase[0].tap_count * phase[1].tap_count * phase[2].tap_count;
   }
 
-  // fprop, dgrad: row m of a phase -> image and j.
+  // fprop, dgrad: decodes row m of a phase to image and j.
   JAXCONV_HOST_DEVICE void DecodeRow(const AxisPhase (&phase)[3], int32_t m, int32_t* image,
                                      int32_t (&j)[3]) const {
     axis[2].DstCountDivmod(phase[2]).Divmod(m, &m, &j[2]);
     axis[1].DstCountDivmod(phase[1]).Divmod(m, &m, &j[1]);
     axis[0].DstCountDivmod(phase[0]).Divmod(m, image, &j[0]);
   }
-  // fprop, dgrad: the linear number of a phase's tap -> t.
+  // fprop, dgrad: decodes the linear number of a phase's tap to t.
   JAXCONV_HOST_DEVICE void DecodeTap(const AxisPhase (&phase)[3], int32_t index,
                                      int32_t (&t)[3]) const {
     axis[2].TapCountDivmod(phase[2]).Divmod(index, &index, &t[2]);
     axis[1].TapCountDivmod(phase[1]).Divmod(index, &t[0], &t[1]);
   }
-  // wgrad: row m -> tap coordinates and channel; pixel -> image and dst coordinates.
+  // wgrad: decodes row m to tap coordinates and channel, and a pixel to image and dst coordinates.
   JAXCONV_HOST_DEVICE void DecodeFilterRow(int32_t m, int32_t (&tap)[3], int32_t* channel) const {
     int32_t index;
     row_channels_divmod.Divmod(m, &index, channel);
@@ -193,23 +195,24 @@ struct ImplicitGemm {
     axis[1].dst_divmod.Divmod(pixel, &pixel, &dst[1]);
     axis[0].dst_divmod.Divmod(pixel, image, &dst[0]);
   }
-  // wgrad without lhs_dilation: offsets of rows and of pixels simply add.
+  // wgrad without lhs_dilation: the offsets of rows and pixels add.
   JAXCONV_HOST_DEVICE bool Dense() const {
     return axis[0].div == 1 && axis[1].div == 1 && axis[2].div == 1;
   }
 };
 
-// The operation whose kernel reads the problem's filter. In memory fprop's runs along the columns
-// and dgrad's along the reduction; stored as krsc it is the other way round, and geometry and
-// strides, all else that tells the two apart, are parameters of a kernel.
+// The operation whose kernel reads the problem's filter. An rsck filter is contiguous along the
+// columns in fprop and along the reduction in dgrad; for krsc the reverse holds. Geometry and
+// strides, the other differences between the two operations, are kernel parameters.
 inline Op KernelOp(const ConvProblem& problem) {
   if (problem.filter_layout == FilterLayout::kRsck) return problem.op;
   return problem.op == Op::kFprop ? Op::kDgrad : Op::kFprop;
 }
 
-// A filter stored as krsc is read in lines of C / groups that lie far apart, and cost whole sectors
-// where they are ragged: on an H200 up to 1.5 times the kernel's time for 16-bit channels that are
-// multiples of 8, up to 1.4 of 16, and nothing of 32.
+// A krsc filter is read in runs of C / groups elements that lie far apart and cost whole sectors if
+// they are not aligned. On an H200 with 16-bit elements, this increases the kernel's time by a
+// factor of up to 1.5 for multiples of 8 channels, up to 1.4 for multiples of 16, and not at all
+// for multiples of 32.
 inline Status CheckKrscLines(const ConvProblem& problem) {
   const int64_t line = 64 / ByteWidth(problem.w_dtype);
   if (problem.c_per_group() % line == 0) return {};
@@ -256,7 +259,7 @@ inline GatherAxis MakeAxis(int64_t dst_extent, int64_t src_extent, int64_t taps,
   axis.tap_divmod = FastDivmod(taps);
   axis.div_divmod = FastDivmod(div);
   int32_t most = -1, best = 0;
-  // A thousand phases are enough to find a heavy one; the order is only a matter of speed.
+  // A thousand phases suffice to find one with many taps; the order only affects speed.
   for (int32_t phase = 0; phase < axis.phases && phase < 1000; ++phase) {
     int32_t count = axis.Phase(phase).tap_count;
     if (count > most) most = count, best = phase;
@@ -267,8 +270,8 @@ inline GatherAxis MakeAxis(int64_t dst_extent, int64_t src_extent, int64_t taps,
 
 }  // namespace implicit_gemm_internal
 
-// Of a valid problem. Fails, with the reason, where it does not fit the kernels' 32-bit
-// coordinates. Offsets of elements are 64-bit throughout, so tensors may pass 2^31 elements.
+// For a valid problem. Fails, with the reason, if it exceeds the kernels' 32-bit coordinates.
+// Element offsets have 64 bits throughout, so tensors may exceed 2^31 elements.
 inline Status MakeImplicitGemm(const ConvProblem& problem, ImplicitGemm* result) {
   JAXCONV_RETURN_IF_ERROR(problem.RequireInt32());
   ImplicitGemm gemm;
@@ -318,7 +321,7 @@ inline Status MakeImplicitGemm(const ConvProblem& problem, ImplicitGemm* result)
     gemm.b_batch = w_batch;
     gemm.out_batch = dgrad ? x_batch : y_batch;
     gemm.a_group = gemm.reduce_channels;
-    // Between neighbours along K and along C.
+    // Strides along K and along C.
     const bool krsc = problem.filter_layout == FilterLayout::kKrsc;
     const int64_t to_k = krsc ? problem.taps() * cg : 1, to_c = krsc ? 1 : problem.k;
     gemm.b_group = static_cast<int32_t>(kg * to_k);

@@ -1,6 +1,5 @@
-// Status: the result of an operation that may refuse. The library never throws, exits or asserts on
-// user input; a refusal travels up as a message that names the operand, what was expected and what
-// was found.
+// Status: the result of an operation that may fail. The library never throws, exits or asserts on
+// user input; it returns a message with the operand, the expected and the actual value.
 #ifndef JAXCONV_CORE_STATUS_H_
 #define JAXCONV_CORE_STATUS_H_
 
@@ -12,8 +11,8 @@ namespace jaxconv {
 enum class StatusCode {
   kOk,
   kInvalidArgument,  // the caller's problem or buffers are wrong
-  kUnimplemented,    // legal, but this kernel does not take it
-  kInternal,         // a library below us (CUDA, oneDNN) reported an error
+  kUnimplemented,    // legal, but this kernel does not accept it
+  kInternal,         // CUDA or oneDNN reported an error
 };
 
 class [[nodiscard]] Status {

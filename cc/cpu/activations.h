@@ -1,5 +1,6 @@
-// Activations in float32, within a few ulp also where they are small beside their argument. Each is
-// a straight line of arithmetic that vectorizes. NaN stays NaN: comparisons with it are false.
+// Activations in float32, within a few ulp even where the result is small relative to the argument.
+// Each is straight-line arithmetic that vectorizes. NaN stays NaN, because comparisons with it are
+// false.
 #ifndef JAXCONV_CPU_ACTIVATIONS_H_
 #define JAXCONV_CPU_ACTIVATIONS_H_
 
@@ -30,7 +31,7 @@ JAXCONV_INLINE float PowerOf2(int32_t exponent) {
   return power;
 }
 
-// exp(x + low) of an x within [-104, 89] and a `low` that x is off by. Beyond, exp is 0 or
+// exp(x + low) for x in [-104, 89], where `low` is the rounding error of x. Outside, exp is 0 or
 // infinite.
 //
 // Adding 1.5 * 2^23 to a value below 2^22 leaves the integer, rounded to nearest, in the last bits.
@@ -49,7 +50,7 @@ JAXCONV_INLINE float ExpReduced(float x, float low) {
   int32_t exponent;
   std::memcpy(&exponent, &shifted, sizeof(exponent));
   exponent -= kShiftBits;
-  // In two factors, as 2^-150 and 2^128 are none.
+  // In two factors, because 2^-150 and 2^128 are not representable.
   const int32_t half = exponent >> 1;
   return power * PowerOf2(half) * PowerOf2(exponent - half);
 }
@@ -60,7 +61,8 @@ JAXCONV_INLINE float Sigmoid(float v) { return 1.0f / (1.0f + Exp(-v)); }
 
 JAXCONV_INLINE float Silu(float v) { return v / (1.0f + Exp(-v)); }
 
-// Below 5/8 as u + u^3 P(u^2), P of least error 4.1e-9; above by exp, where 1 - tanh is small.
+// Below 5/8: u + u^3 P(u^2), with a minimax P of error 4.1e-9. Above: by exp, because 1 - tanh is
+// small.
 JAXCONV_INLINE float Tanh(float v) {
   const float u = __builtin_fabsf(v), z = u * u;
   const float p = Polynomial(z, -0.3333328366279602f, 0.13331490755081177f, -0.05374349653720856f,
@@ -71,9 +73,9 @@ JAXCONV_INLINE float Tanh(float v) {
   return __builtin_copysignf(u < 0.625f ? small : large, v);
 }
 
-// v Phi(v). Of the normal distribution, Phi(-u) = exp(-u^2 / 2) m(u) where m, a multiple of Mills'
-// ratio, is smooth: a polynomial in (u - 4) / (u + 4) of least relative error 3.2e-10 for u up to
-// 15, from where on exp is 0.
+// v Phi(v). For the normal distribution, Phi(-u) = exp(-u^2 / 2) m(u), where m, a multiple of
+// Mills' ratio, is smooth: a minimax polynomial in (u - 4) / (u + 4) with the relative error
+// 3.2e-10 for u up to 15; from there on exp is 0.
 JAXCONV_INLINE float Gelu(float v) {
   const float u = Clamped(__builtin_fabsf(v), 0.0f, 15.0f);
   const float s = (u - 4.0f) / (u + 4.0f);
@@ -84,14 +86,14 @@ JAXCONV_INLINE float Gelu(float v) {
                  -4.9222642701352015e-05f, 2.5469071260886267e-05f, 7.639163413841743e-06f);
   const float square = u * u, error = __builtin_fmaf(u, u, -square);
   const float density = ExpReduced(Clamped(-0.5f * square, -104.0f, 0.0f), -0.5f * error);
-  // Of an infinite v the density is 0: the tail is then 0 above, and NaN below.
+  // The density of an infinite v is 0: v = inf gives 15 * 0 = 0, v = -inf gives -inf * 0 = NaN.
   const float tail = (v > 15.0f ? 15.0f : v) * density * m;
   return v < 0 ? tail : v - tail;
 }
 
-// v / 2 (1 + tanh(a / 2)) = v / (1 + exp(-a)), a = sqrt(8 / pi) (v + 0.044715 v^3), of which exp
-// magnifies the error: every rounding on the way to a is kept in `low`. The linear factor has so
-// few digits that q - kLinear is exact. Beyond 12, a is beyond 104.
+// v / 2 (1 + tanh(a / 2)) = v / (1 + exp(-a)), a = sqrt(8 / pi) (v + 0.044715 v^3). exp magnifies
+// the error of a, so `low` collects every rounding error of a. The linear factor has few enough
+// digits to make q - kLinear exact. Above v = 12, a exceeds 104.
 JAXCONV_INLINE float GeluTanh(float v) {
   constexpr float kLinear = 1.595703125f, kLinearLow = 6.5996605730847e-05f;
   constexpr float kCubic = 0.0713548138737678f, kCubicLow = 2.3988324e-09f;
@@ -105,7 +107,7 @@ JAXCONV_INLINE float GeluTanh(float v) {
   return v / (1.0f + ExpReduced(Clamped(-a, -104.0f, 89.0f), -low));
 }
 
-// The factor is 1 from 3 on, so that no product overflows.
+// The factor is 1 from 3 on, so no product overflows.
 JAXCONV_INLINE float HardSwish(float v) { return v * (Clamped(v + 3.0f, 0.0f, 6.0f) / 6.0f); }
 
 }  // namespace jaxconv::cpu

@@ -1,20 +1,20 @@
-// What the epilogues share: loops over blocks of elements that fit the first-level cache, and code
-// for several instruction sets.
+// Shared by the epilogues: loops over blocks of elements that fit in L1, and code for several
+// instruction sets.
 #ifndef JAXCONV_CPU_BLOCK_LOOPS_H_
 #define JAXCONV_CPU_BLOCK_LOOPS_H_
 
 #include <algorithm>
 #include <cstdint>
 
-// Of which every instruction set gets a version: inlined into the function compiled for it, and
-// vectorized there.
+// Marks functions with a version for each instruction set: they are inlined into the function
+// compiled for it, and vectorized there.
 #define JAXCONV_INLINE inline __attribute__((always_inline))
 #define JAXCONV_LOOP JAXCONV_INLINE void
 #define JAXCONV_ALWAYS __attribute__((always_inline))  // of a lambda
 
-// Defines Name##ForThisProcessor(), a pointer to the version of the function `void Body(Argument)`
-// for this processor. Two instruction sets have a fused multiply-add; the third version calls the
-// exact fmaf of the C library.
+// Defines Name##ForThisProcessor(), which returns the version of `void Body(Argument)` for this
+// processor. Two of the instruction sets have a fused multiply-add; the third version calls the C
+// library's exact fmaf.
 #define JAXCONV_FOR_PROCESSORS(Name, Body, Argument)                                         \
   __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,fma"))) void Name##Avx512(       \
       Argument argument) {                                                                   \
@@ -36,9 +36,9 @@ namespace jaxconv::cpu {
 constexpr int64_t kBlock = 512;
 
 // Calls compute(element, count) for blocks of up to kBlock elements of pixels [begin, end) of a
-// channels-last array. A block is some pixels of all channels, or some channels of one pixel;
-// repeat(channel, channels, pixels) precedes those of the same channels: the terms of these
-// channels are then repeated for every pixel, so that each pass is one loop over the block.
+// channels-last array. A block is several pixels with all channels, or several channels of one
+// pixel. repeat(channel, channels, pixels) precedes the blocks with the same channels; it repeats
+// their terms for every pixel, so that each pass is one loop over the block.
 template <typename Repeat, typename Compute>
 void EachBlock(int64_t k, int64_t begin, int64_t end, const Repeat& repeat,
                const Compute& compute) {
@@ -52,7 +52,7 @@ void EachBlock(int64_t k, int64_t begin, int64_t end, const Repeat& repeat,
   }
 }
 
-// Channels [channel, channel + channels) of a term, once for every pixel of a block.
+// Copies channels [channel, channel + channels) of a term once for every pixel of a block.
 template <typename T>
 void RepeatTerm(const T* term, int64_t channel, int64_t channels, int64_t pixels, T* to) {
   for (int64_t i = 0; i < pixels * channels; i += channels) {

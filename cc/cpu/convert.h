@@ -1,4 +1,4 @@
-// Conversions between the 16-bit types and float32, where oneDNN has no kernel for the 16-bit type.
+// Conversions between the 16-bit types and float32, for problems without a 16-bit oneDNN kernel.
 #ifndef JAXCONV_CPU_CONVERT_H_
 #define JAXCONV_CPU_CONVERT_H_
 
@@ -18,7 +18,7 @@ inline float BF16ToFloat(uint16_t value) {
   return result;
 }
 
-// Round to nearest, ties to even; a NaN stays a (quiet) NaN.
+// Rounds to nearest even; a NaN stays a (quiet) NaN.
 inline uint16_t FloatToBF16(float value) {
   uint32_t bits;
   std::memcpy(&bits, &value, sizeof(bits));
@@ -26,7 +26,7 @@ inline uint16_t FloatToBF16(float value) {
   return static_cast<uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
 }
 
-// Eight at a time; the callers' loops finish the rest. F16C comes with every AVX2 processor.
+// Converts eight at a time; the callers' loops finish the rest. Every AVX2 processor has F16C.
 __attribute__((target("avx,f16c"))) inline int64_t F16ToFloatBy8(const uint16_t* from, float* to,
                                                                  int64_t count) {
   int64_t i = 0;
@@ -52,7 +52,7 @@ inline bool HasF16C() {
   return has;
 }
 
-// Elements [begin, end) of a buffer of `dtype` (f32, f16 or bf16) as float32.
+// Converts elements [begin, end) of a buffer of `dtype` (f32, f16 or bf16) to float32.
 inline void ToFloat(DType dtype, const void* from, float* to, int64_t begin, int64_t end) {
   const uint16_t* halves = static_cast<const uint16_t*>(from);
   if (dtype == DType::kF32) {

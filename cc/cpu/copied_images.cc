@@ -11,10 +11,9 @@ namespace {
 
 constexpr uint8_t kSignBit = 0x80;
 
-// Output channels whose offsets are one unit of work: their part of a filter row is two cache lines
-// of an HWIO filter.
+// Output channels whose offsets are one unit of work: two cache lines of an HWIO filter row.
 constexpr int64_t kChannels = 128;
-// The numbers of a filter that are added in 16 bits: 256 * -128 is the least 16-bit number.
+// The most filter elements added in 16 bits: 256 * -128 is the least 16-bit number.
 constexpr int64_t kRowsIn16Bits = 256;
 
 struct Bytes {
@@ -24,13 +23,14 @@ struct Bytes {
 };
 
 JAXCONV_LOOP FlipLoop(const Bytes& bytes) {
-  const uint8_t* __restrict from = bytes.from;  // bytes may alias anything, `bytes` too
+  const uint8_t* __restrict from = bytes.from;  // char pointers may alias anything, `bytes`
+                                                // included
   uint8_t* __restrict to = bytes.to;
   const int64_t count = bytes.count;
   for (int64_t i = 0; i < count; ++i) to[i] = from[i] ^ kSignBit;
 }
 
-// Rows of a filter, `stride` elements apart: of a channel each, or of one element of each channel.
+// Rows of a filter, `stride` elements apart; a row is one channel, or one element of each channel.
 struct FilterRows {
   const int8_t* w;
   int64_t rows, stride, count;

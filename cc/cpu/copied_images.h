@@ -1,6 +1,6 @@
-// Copies of 8-bit images from which oneDNN computes exact sums where it does not from the images
-// themselves (onednn_bugs.h): with their padding, and where the CPU has no product of two s8
-// numbers, as u8.
+// Copies of 8-bit images, for which oneDNN computes exact sums where it does not for the original
+// images (onednn_bugs.h). Copies include the padding and, on CPUs without a product of two s8
+// numbers, are u8.
 //
 // Flipping the sign bit of an s8 number x gives x + 128 as u8, and padding of 0 becomes 128. Every
 // sum then exceeds that of x by 128 times the sum of the filter over all taps and input channels:
@@ -14,17 +14,17 @@
 
 namespace jaxconv::cpu {
 
-// The convolution without padding that a copy leaves. Of `p` no low padding is negative, except on
-// an axis whose rows are divided.
+// The convolution of a copy, which needs no padding. `p` has no negative low padding, except on an
+// axis whose rows are divided.
 ConvProblem WithoutPadding(const ConvProblem& p);
 
-// Copies the images of `p` with their padding; flips the sign bits of both if `flip`.
+// Copies the images of `p` with their padding; with `flip`, flips the sign bits of both.
 void CopyImages(const ConvProblem& p, bool flip, const void* x, void* copy);
 
 // Output channels are summed in blocks, which may run on different threads.
 int64_t OffsetBlocks(const ConvProblem& p);
-// offsets[k] for the output channels of a block: 128 times the sum of w, modulo 2^32, as the sums
-// of the kernels are.
+// offsets[k] for the output channels of a block: 128 times the sum of w, modulo 2^32 like the
+// kernels' sums.
 void MakeOffsets(const ConvProblem& p, const void* w, int64_t block, uint32_t* offsets);
 void SubtractOffsets(const ConvProblem& p, const uint32_t* offsets, int64_t pixels, void* sums);
 

@@ -1,13 +1,13 @@
 // dw[r, s, c] = sum over n, p, q of x[n, p * stride + r * dilation - pad, ..., c] dy[n, p, q, c]
 //
-// Channels are the vector: 16 of them are one cache line of a pixel. For one output row p and one
-// filter row r the sums of a strip of up to 8 filter columns stay in registers while q runs along
-// the row: one load of dy and, per filter column, one multiply-add with x as memory operand. So the
-// multiply-adds are bound by the loads, two a cycle, of which columns / (columns + 1) are useful.
-// All channels and filter rows are done for an output row before the next: the R input rows it
-// needs (7 * 56 pixels * 96 channels, 150 KB) stay in the second-level cache and memory is read in
-// order. Taking 16 channels through the whole image instead reads lines a pixel apart: 0.75 of the
-// speed at 56x56x96, 7x7.
+// Vectors hold channels: 16 of them are one cache line of a pixel. For an output row p and a filter
+// row r, the sums of a strip of up to 8 filter columns stay in registers while q runs along the
+// row: one load of dy and, per filter column, one multiply-add with x as memory operand. The
+// multiply-adds are therefore bound by the loads, two a cycle, of which columns / (columns + 1) are
+// useful. An output row is finished for all channels and filter rows before the next one starts:
+// its R input rows (7 * 56 pixels * 96 channels, 150 KB) stay in L2, and memory is read in order.
+// Processing 16 channels over the whole image instead reads lines a pixel apart: 0.75 of the speed
+// at 56x56x96, 7x7.
 //
 // The loops over a strip must be unrolled, or the sums go through memory: a third of the speed.
 #include "cpu/depthwise_wgrad.h"
@@ -24,8 +24,8 @@ namespace {
 constexpr int64_t kLanes = 16;
 constexpr int64_t kMaxStrip = 8;
 
-// One output row against one input row. Column q of the output meets column q * stride + j *
-// dilation - pad of the input in filter column j; steps are distances in elements.
+// One output row and one input row. Output column q reads input column q * stride + j * dilation -
+// pad for filter column j; strides are in elements.
 struct RowPair {
   const float* x;
   const float* dy;
@@ -44,7 +44,7 @@ __attribute__((target("avx512f"))) void AddRowPair(const RowPair& r) {
   __m512 sum[kStrip];
 #pragma GCC unroll 8
   for (int j = 0; j < kStrip; ++j) sum[j] = _mm512_maskz_loadu_ps(r.mask, r.dw + j * r.channels);
-  // Columns where the whole strip lies inside the input need no test.
+  // Columns for which the whole strip lies inside the input need no test.
   int64_t last_tap = (kStrip - 1) * r.dilation;
   int64_t inner_begin = std::clamp<int64_t>(CeilDiv(r.pad, r.stride), 0, r.out_columns);
   int64_t inner_end = std::clamp<int64_t>(
@@ -103,8 +103,7 @@ bool DepthwiseWgradRuns() {
 void DepthwiseWgradAdd(const ConvProblem& problem, const float* x, const float* dy, float* dw,
                        int64_t row_begin, int64_t row_end) {
   const ConvProblem& p = problem;
-  // Axis 2 runs along a row pair; for one spatial axis it is also the axis that rows are counted
-  // on.
+  // Axis 2 runs along a row pair; with one spatial axis, rows are also counted along it.
   int64_t column_begin = p.rank == 1 ? row_begin : 0;
   int64_t column_end = p.rank == 1 ? row_end : p.out[2];
   Spatial begin{0, 0, 0}, end{p.out[0], p.out[1], 1};

@@ -12,8 +12,8 @@ namespace jaxconv::cpu {
 // Whether this processor runs the kernel (AVX-512).
 bool DepthwiseWgradRuns();
 
-// Adds to `dw` (spatial, C) what the output rows [row_begin, row_end) of one image contribute. `x`
-// and `dy` point at the image; rows count along the outermost of the problem's spatial axes.
+// Adds to `dw` (spatial, C) the contribution of output rows [row_begin, row_end) of one image. `x`
+// and `dy` point to the image; rows count along the outermost of the problem's spatial axes.
 void DepthwiseWgradAdd(const ConvProblem& problem, const float* x, const float* dy, float* dw,
                        int64_t row_begin, int64_t row_end);
 

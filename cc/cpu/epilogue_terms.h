@@ -1,4 +1,4 @@
-// What comes with a launch for the terms of an epilogue (core/epilogue.h).
+// The launch operands of an epilogue's terms (core/epilogue.h).
 #ifndef JAXCONV_CPU_EPILOGUE_TERMS_H_
 #define JAXCONV_CPU_EPILOGUE_TERMS_H_
 
@@ -6,7 +6,7 @@
 
 namespace jaxconv::cpu {
 
-// The operands and further results that Epilogue declares; absent ones are null.
+// The operands and additional results that Epilogue declares; null if absent.
 struct EpilogueTerms {
   const float* scale = nullptr;     // one for each output channel, or for each image and channel
   const int32_t* offset = nullptr;  // one for each output channel

@@ -1,4 +1,4 @@
-// One class runs a plan; its methods follow the order of the stages.
+// One class runs a plan; its methods are in the order of the stages.
 #include "cpu/execution.h"
 
 #ifdef __linux__
@@ -26,7 +26,7 @@
 namespace jaxconv::cpu {
 namespace {
 
-// Less than this is copied before a second thread has woken up.
+// A smaller array is copied before a second thread has woken up.
 constexpr int64_t kMinElementsPerTask = 32 << 10;
 
 class Execution {
@@ -50,7 +50,7 @@ class Execution {
   Status Run() {
     JAXCONV_RETURN_IF_ERROR(ConvertOperands());
     result_ = plan_.result_offset >= 0 ? workspace_ + plan_.result_offset : out_;
-    // The caller's x and y; the transposed convolution exchanges them.
+    // The caller's x and y; the transposed convolution swaps them.
     const void* x = problem_.op == Op::kDgrad ? result_ : lhs_;
     const void* y = wgrad_ ? rhs_ : problem_.op == Op::kDgrad ? lhs_ : result_;
     if (plan_.geometry.transposed) std::swap(x, y);
@@ -134,7 +134,7 @@ class Execution {
     }
   }
 
-  // The filter in the order that the kernel reads it in.
+  // Writes the filter in the order in which the kernel reads it.
   Status ReverseFilter() {
     if (plan_.reversed_offset < 0) return {};
     char* reversed = workspace_ + plan_.reversed_offset;
@@ -172,7 +172,7 @@ class Execution {
     return {};
   }
 
-  // The offsets of all independent convolutions.
+  // Computes the offsets of all independent convolutions.
   Status SumFilters() {
     if (plan_.offsets_offset < 0) return {};
     const int64_t blocks = OffsetBlocks(p_), all = blocks * p_.batch;
@@ -187,7 +187,7 @@ class Execution {
     });
   }
 
-  // fprop and dgrad.
+  // A task of fprop or dgrad.
   Status DataTask(int64_t task) {
     bool fprop = p_.op == Op::kFprop;
     int64_t x_width = fprop ? operand_width_ : result_width_;
@@ -231,7 +231,7 @@ class Execution {
     return {};
   }
 
-  // The first task writes the result itself.
+  // The first task writes the result directly.
   float* FewPixelsPartial(int64_t task) const {
     if (task == 0) return static_cast<float*>(result_);
     return Floats(workspace_ + plan_.products_offset + (task - 1) * plan_.sums_stride);
@@ -260,9 +260,10 @@ class Execution {
     }
   }
 
-  // From the sums of a region to its output.
+  // Applies the epilogue to the sums of a region.
   void FollowWithEpilogue(int64_t task, const Region& region) const {
-    const bool fprop = p_.op == Op::kFprop;  // else the transposed convolution's x is the output
+    const bool fprop = p_.op == Op::kFprop;  // otherwise the transposed convolution's x is the
+                                             // output
     const int64_t begin = fprop ? region.y_offset : region.x_offset;
     const int64_t count = OutputElements(plan_, region);
     if (plan_.requantizes) {
@@ -283,7 +284,7 @@ class Execution {
                                      number * plan_.moments_stride);
   }
 
-  // Into those of the first region.
+  // Merges into the statistics of the first region.
   void MergeStatistics() const {
     if (plan_.moments_offset < 0) return;
     const int64_t k = problem_.k;
@@ -345,7 +346,7 @@ class Execution {
   }
 
   Status ReducePartials() {
-    std::vector<std::pair<float*, const float*>> sums;  // into, from
+    std::vector<std::pair<float*, const float*>> sums;  // destination, source
     for (const auto& task : plan_.partials) {
       for (const Partial& partial : task) {
         if (partial.offset < 0) continue;
@@ -407,8 +408,8 @@ class Execution {
   }
 
   const Plan& plan_;
-  const ConvProblem& p_;        // what is computed
-  const ConvProblem& problem_;  // what the caller asked for
+  const ConvProblem& p_;        // the computed problem
+  const ConvProblem& problem_;  // the caller's problem
   const bool wgrad_;
   const int64_t operand_width_, result_width_;  // bytes of an element
   const int64_t filter_elements_;               // of one independent convolution
@@ -424,8 +425,8 @@ class Execution {
   const char* w_ = nullptr;
 };
 
-// XLA's allocator returns a large workspace to the system after every run. Touching 27 MB of it
-// anew costs 7000 page faults, about 1 ms, and 14 with huge pages. Failure changes nothing.
+// XLA's allocator returns a large workspace to the system after every run. Touching 27 MB again
+// costs 7000 page faults, about 1 ms; with huge pages 14 page faults. A failure is harmless.
 void AdviseHugePages([[maybe_unused]] char* begin, [[maybe_unused]] int64_t bytes) {
 #if defined(__linux__) && defined(MADV_HUGEPAGE)
   constexpr uintptr_t kHugePage = 2 << 20;
@@ -440,7 +441,7 @@ void AdviseHugePages([[maybe_unused]] char* begin, [[maybe_unused]] int64_t byte
 Status Execute(const Plan& plan, const void* lhs, const void* rhs, const EpilogueTerms& terms,
                void* out, void* workspace, int64_t workspace_bytes,
                const ParallelFor& parallel_for) {
-  // A program that an older version exported has the workspace that its plan needed there.
+  // A program exported by an older version has the workspace size of that version's plan.
   std::unique_ptr<char[]> own;
   if (workspace_bytes < plan.workspace_bytes) {
     own.reset(new (std::nothrow) char[plan.workspace_bytes]);

@@ -10,9 +10,9 @@
 //   6 finish    a float32 result is rounded to the output's type, reversed taps are turned back,
 //               the regions' statistics are merged in their order
 //
-// No thread is started here: tasks run on the caller's threads, each on single-threaded primitives.
-// Concurrent calls therefore share those threads instead of starting OpenMP teams, and the order of
-// every sum, so every bit of the result, depends on the plan alone.
+// No thread is started here: tasks run on the caller's threads, with single-threaded primitives.
+// Concurrent calls share these threads instead of starting OpenMP teams, and the order of every
+// sum, hence every bit of the result, depends only on the plan.
 #ifndef JAXCONV_CPU_EXECUTION_H_
 #define JAXCONV_CPU_EXECUTION_H_
 
@@ -27,9 +27,9 @@ struct Plan;           // plan.h
 struct EpilogueTerms;  // epilogue_terms.h
 
 // `lhs` and `rhs` are the operation's operands, (x, w), (dy, w) or (x, dy). `out` and `workspace`
-// are overwritten; the workspace has the bytes that were selected, at any alignment. One that is
-// smaller, as a program may have that another version exported, is not used: memory is allocated.
-// `terms` are those of the problem's epilogue. Thread-safe.
+// are overwritten; the workspace has the selected size, at any alignment. A smaller workspace, as
+// in a program exported by another version, is not used: memory is allocated instead. `terms` are
+// those of the problem's epilogue. Thread-safe.
 Status Execute(const Plan& plan, const void* lhs, const void* rhs, const EpilogueTerms& terms,
                void* out, void* workspace, int64_t workspace_bytes,
                const ParallelFor& parallel_for);

@@ -1,11 +1,11 @@
 // y[n, p, q, k] = sum over r, s, c of x[n, p * stride + r * dilation - pad, ..., c] w[r, s, c, k]
 //
-// A kernel with output channels in its vectors, as oneDNN's, uses K of 16 lanes. Here input
-// channels are the vector: every pair of an output pixel and an output channel has a vector of
-// partial sums, which is added up once, after all taps and channels. A block of neighbouring pixels
-// of a row, with all K channels, has up to 24 sums in registers. For 16 input channels of one tap
-// it loads K vectors of the filter and one of x a pixel: 11 loads for 24 multiply-adds with 8
-// pixels of 3 channels.
+// A kernel with output channels in its vectors, like oneDNN's, uses K of 16 lanes. Here the vectors
+// hold input channels: every pair of output pixel and output channel has a vector of partial sums,
+// which is reduced once, after all taps and channels. A block of neighbouring pixels of a row, with
+// all K channels, has up to 24 sums in registers. For 16 input channels of a tap it loads K vectors
+// of the filter and one vector of x for each pixel: 11 loads for 24 multiply-adds with 8 pixels and
+// 3 channels.
 //
 // The filter is stored as (taps, K, C), so that its vectors are contiguous.
 //
@@ -35,9 +35,9 @@ __attribute__((target("avx512f"))) inline float Sum(__m512 lanes) {
   return _mm512_cvtss_f32(lanes);
 }
 
-// One output row. Steps are distances in elements.
+// One output row. Strides are in elements.
 struct Row {
-  const float* x;  // of the input plane, or image, that the row of taps begins in
+  const float* x;  // the input plane, or image, in which the row of taps begins
   const float* w;  // packed
   float* y;        // the row
   const ConvProblem* p;
@@ -45,7 +45,7 @@ struct Row {
   int64_t first;   // output column of y[0]
 };
 
-// The pixels [q, q + kPixels) of a row. With `kInside` every filter column meets the input at every
+// The pixels [q, q + kPixels) of a row. kInside: every filter column lies inside the input at every
 // pixel; only then can kPixels exceed 1.
 template <int kPixels, int kOutputs, bool kInside>
 __attribute__((target("avx512f"))) void Block(const Row& row, int64_t q) {
@@ -156,7 +156,7 @@ int64_t ScratchBytes(const ConvProblem&) { return 0; }
 
 void Compute(const ConvProblem& p, const float* x, const float* packed, float* y, int64_t row_begin,
              int64_t row_end, float*) {
-  // Axis 2 runs along a row; for one spatial axis it is also the axis that rows are counted on.
+  // Axis 2 runs along a row; with one spatial axis, rows are also counted along it.
   Row row{x, packed, nullptr, &p, 0, 0, p.rank == 1 ? row_begin : 0};
   const int64_t columns = p.rank == 1 ? row_end - row_begin : p.out[2];
   Spatial begin{0, 0, 0}, end{p.out[0], p.out[1], 1};

@@ -7,7 +7,7 @@
 
 namespace jaxconv::cpu {
 
-// Takes up to 8 output channels without groups; needs AVX-512.
+// Accepts up to 8 output channels without groups; needs AVX-512.
 extern const RegionKernel kFewOutputs;
 
 }  // namespace jaxconv::cpu

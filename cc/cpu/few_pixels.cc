@@ -1,17 +1,17 @@
 // y[n, k] = sum over i of x[n, i] w[i, k], where i runs over all elements of an image
 //
-// The time is that of reading the filter once: 6.4 MB for 7x7, 256 to 128 channels, and 12
-// multiply-adds a cache line for 4 images. So the tasks divide the rows of the filter, each reads
-// its part in order, and their partial sums are added afterwards. Dividing images instead, as
-// oneDNN's tasks do, reads the whole filter in every task.
+// The time is that of one read of the filter: 6.4 MB for 7x7, 256 to 128 channels, with 12
+// multiply-adds a cache line for 4 images. Tasks therefore divide the rows of the filter; each
+// reads its part in order, and their partial sums are added afterwards. oneDNN's tasks divide the
+// images, so each reads the whole filter.
 //
-// A step takes 8 rows of the filter and walks along their columns, 32 at a time: the sums of these
-// columns (2 vectors an image) are loaded, 16 vectors of the filter multiplied, and the sums
-// stored. They are a few KB and stay in the first-level cache.
+// A step takes 8 rows of the filter and proceeds along their columns, 32 at a time: it loads the
+// sums of these columns (2 vectors an image), multiplies 16 vectors of the filter, and stores the
+// sums, which take a few KB and stay in L1.
 //
-// Where the window is not the whole input, output pixels, up to 128, take the place of images: for
-// every tap, 64 channels of the pixels of x that it multiplies are gathered (zeros in the padding)
-// and multiplied with these 64 rows of the filter, 8 pixels at a time.
+// If the window is smaller than the input, up to 128 output pixels take the place of images: for
+// every tap, 64 channels of its pixels of x are gathered (zeros in the padding) and multiplied by
+// the corresponding 64 rows of the filter, 8 pixels at a time.
 //
 // The loops over a block must be unrolled, or the sums go through memory.
 #include "cpu/few_pixels.h"
@@ -40,7 +40,7 @@ __attribute__((target("avx512f"))) void AddRows(const float* x, int64_t x_stride
     const auto high = static_cast<__mmask16>(left >= 2 * kLanes ? 0xffff
                                              : left > kLanes    ? (1u << (left - kLanes)) - 1
                                                                 : 0);
-    // Masked lanes are not touched, so that the pointer may lie beyond the row.
+    // Masked lanes are not accessed, so the pointer may lie past the row.
     __m512 total[kImages][2];
 #pragma GCC unroll 8
     for (int n = 0; n < kImages; ++n) {
@@ -70,7 +70,7 @@ constexpr AddRowsFn kAddRows[kMaxImages + 1] = {nullptr,    AddRows<1>, AddRows<
                                                 AddRows<3>, AddRows<4>, AddRows<5>,
                                                 AddRows<6>, AddRows<7>, AddRows<8>};
 
-// Whether an image has one output pixel, which meets all of the input.
+// Whether an image has one output pixel whose window is the whole input.
 bool IsWholeWindow(const ConvProblem& p) {
   for (int a = 0; a < 3; ++a) {
     const bool whole = p.filter[a] == p.in[a] && (p.filter[a] == 1 || p.dilation[a] == 1);
@@ -79,7 +79,7 @@ bool IsWholeWindow(const ConvProblem& p) {
   return p.n <= kMaxImages;
 }
 
-// Copies channels [first, first + rows) of what tap `tap` multiplies for every output pixel;
+// Copies channels [first, first + rows) of tap `tap`'s pixel of x for every output pixel;
 // `gathered` has kGatheredRows elements a pixel.
 void Gather(const ConvProblem& p, const float* x, int64_t tap, int64_t first, int64_t rows,
             float* gathered) {
@@ -103,7 +103,7 @@ void Gather(const ConvProblem& p, const float* x, int64_t tap, int64_t first, in
   }
 }
 
-// sum (pixels, K) += what rows [begin, end) of the filter (taps C, K) contribute.
+// sum (pixels, K) += the contribution of rows [begin, end) of the filter (taps C, K).
 void AddGathered(const ConvProblem& p, const float* x, const float* w, int64_t begin, int64_t end,
                  float* gathered, float* sum) {
   const int64_t pixels = p.n * p.out_pixels();
@@ -133,9 +133,9 @@ Status CheckFewPixels(const ConvProblem& p) {
 
 Status FewPixelsPays(const ConvProblem& p) {
   if (IsWholeWindow(p)) return {};
-  // oneDNN reads the filter again for every row of the output, or for every image where the filter
-  // is 1x1, which short rows do not make up for once it has outgrown the second-level cache; of
-  // single pixels not even before (measured: docs/notes/cpu.md).
+  // oneDNN reads the filter again for every output row (for a 1x1 filter: for every image). With
+  // short rows this is slower if the filter exceeds L2; with single pixels also below (measured:
+  // docs/notes/cpu.md).
   constexpr int64_t kShort = 5, kLargeFilter = 1 << 20;
   const int64_t run = p.taps() == 1 ? p.out_pixels() : p.out[2];
   const int64_t filter = p.w_elements() / p.batch * static_cast<int64_t>(sizeof(float));

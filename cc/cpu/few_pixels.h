@@ -1,6 +1,6 @@
 // Forward convolutions with few output pixels, float32: windows that are the whole input (a
 // classifier's last layers, and dense layers written as convolutions), and large filters on small
-// maps. They are products of a few rows with a matrix, the filter.
+// maps. They are products of a matrix with few rows and the filter matrix.
 #ifndef JAXCONV_CPU_FEW_PIXELS_H_
 #define JAXCONV_CPU_FEW_PIXELS_H_
 
@@ -11,21 +11,21 @@
 
 namespace jaxconv::cpu {
 
-// Fails, with the reason, where the kernel does not take the problem: beyond 128 output pixels of
-// all images, with groups, and without AVX-512.
+// Fails, with the reason, if the kernel does not accept the problem: more than 128 output pixels
+// over all images, groups, no AVX-512.
 Status CheckFewPixels(const ConvProblem& problem);
 
-// Fails where oneDNN is as fast.
+// Fails if oneDNN is as fast.
 Status FewPixelsPays(const ConvProblem& problem);
 
-// Partial sums of one task, of all independent convolutions.
+// Bytes of one task's partial sums, for all independent convolutions.
 int64_t FewPixelsPartialBytes(const ConvProblem& problem);
 
-// Of one task.
+// Bytes of one task's scratch memory.
 int64_t FewPixelsScratchBytes(const ConvProblem& problem);
 
-// Writes to `partial` (batch, pixels, K) what the rows of the filter matrix (taps C, K) of task
-// `task` of `tasks` contribute.
+// Writes to `partial` (batch, pixels, K) the contribution of the filter matrix's (taps C, K) rows
+// that belong to task `task` of `tasks`.
 void FewPixels(const ConvProblem& problem, int64_t task, int64_t tasks, const float* x,
                const float* w, float* scratch, float* partial);
 

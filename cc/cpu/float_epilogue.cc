@@ -1,6 +1,6 @@
-// A block of sums goes through the terms in turn, in the first-level cache. A second pass over
-// sums that are still in the second-level cache costs little beside the convolution, and gives
-// every kernel the same epilogue, with the same bits.
+// A block of sums passes through the terms one after another in L1. A second pass over sums that
+// are still in L2 costs little relative to the convolution, and gives every kernel the same
+// epilogue with the same bits.
 #include "cpu/float_epilogue.h"
 
 #include <algorithm>
@@ -12,13 +12,13 @@
 namespace jaxconv::cpu {
 namespace {
 
-// Up to kBlock elements of the output, and the terms of each of them; null where absent.
+// Up to kBlock elements of the output, and their terms; null if absent.
 struct Block {
   int64_t count = 0;
   DType dtype = DType::kF32;  // of the output, the residual and pre
   const float* sums = nullptr;
-  const float* scale = nullptr;  // ones where absent
-  const float* bias = nullptr;   // zeros where absent
+  const float* scale = nullptr;  // ones if absent
+  const float* bias = nullptr;   // zeros if absent
   const void* residual = nullptr;
   Activation activation = Activation::kNone;
   float negative_slope = 0;
@@ -53,8 +53,7 @@ JAXCONV_LOOP WithActivation(Activation activation, float slope, const Body& body
   }
 }
 
-// From sums to `to`, which may be the sums, in one loop: sums of a float32 output are a whole pass
-// away from registers.
+// Applies the epilogue to `sums` and writes `to`, which may be `sums`, in one loop.
 JAXCONV_LOOP Finish(const Block& block, Activation activation, const float* residual, float* to) {
   WithActivation(activation, block.negative_slope, [&](const auto& activate) JAXCONV_ALWAYS {
     if (residual == nullptr) {
@@ -94,10 +93,10 @@ JAXCONV_LOOP ComputeBlock(const Block& block) {
 
 JAXCONV_FOR_PROCESSORS(Compute, ComputeBlock, const Block&)
 
-// Of so many pixels at a time, in the first-level cache, the moments are formed in float32.
+// The moments of this many pixels at a time are formed in float32, in L1.
 constexpr int64_t kPixels = 16;
 
-// Up to kBlock channels of a run of pixels, and where their moments are added up.
+// Up to kBlock channels of a run of pixels, and the destination of their moments.
 struct PixelRun {
   DType dtype = DType::kF32;
   const char* out = nullptr;  // the first pixel's
@@ -106,8 +105,8 @@ struct PixelRun {
   double *mean = nullptr, *squares = nullptr;
 };
 
-// The deviations from the mean as rounded add up to what corrects it and the squares, so that
-// float32 costs no accuracy where the mean is large.
+// The deviations from the rounded mean sum to a correction of the mean and the squares, so float32
+// loses no accuracy if the mean is large.
 JAXCONV_LOOP AddPixels(const PixelRun& run) {
   const int64_t channels = run.channels, width = ByteWidth(run.dtype);
   float values[kPixels * kBlock], mean[kBlock], off[kBlock], squares[kBlock];

@@ -1,4 +1,4 @@
-// The matrix products of a task, and the gathering of pixels that they multiply.
+// The matrix products of a task, and the gather of their pixels.
 #include "cpu/gemm_wgrad.h"
 
 #include <algorithm>
@@ -14,12 +14,12 @@ namespace {
 
 // Rows of dy this long keep a matrix product efficient without gathering.
 constexpr int64_t kLongRow = 192;
-// So many pixels at a time of x, dy and the sums of a tap share the second-level cache.
+// This many pixels of x and dy, with the sums of a tap, fit in L2.
 constexpr int64_t kGatheredPixels = 256;
-// So many pixels of a long row of dy stay in the second-level cache while every tap uses them.
+// This many pixels of a long row of dy stay in L2 while every tap uses them.
 constexpr int64_t kRowPixels = 512;
-// Some input channels of one tap, of one group of one independent convolution; the pointers are to
-// the first of them, or to the group's first output channel.
+// A range of input channels for one tap, one group and one independent convolution; the pointers
+// address its first channel, or the group's first output channel.
 struct Piece {
   Spatial tap;
   int64_t channels;
@@ -41,7 +41,7 @@ Spatial TapAt(const ConvProblem& p, int64_t tap) {
   return {tap / (p.filter[1] * p.filter[2]), tap / p.filter[2] % p.filter[1], tap % p.filter[2]};
 }
 
-// Copies x[tap] of `count` pixels of dy to `gathered`, zeros where they lie in the padding.
+// Copies x[tap] for `count` pixels of dy to `gathered`, zeros in the padding.
 void Gather(const ConvProblem& p, const Piece& piece, int64_t first, int64_t count,
             float* gathered) {
   for (int64_t i = 0; i < count; ++i) {
@@ -103,16 +103,16 @@ Status MultiplyInPlace(const ConvProblem& p, const std::vector<Piece>& pieces) {
 
 bool GathersPixels(const ConvProblem& p) { return p.out[2] < kLongRow; }
 
-// Tasks own input channels, so that each reads a part of x, as long as each has 64 of them, which
-// keep a matrix product efficient. Further tasks share these parts tap by tap, and a tap's channels
-// in blocks of 16, a vector.
+// Tasks divide the input channels, so that each reads a part of x, while each has at least 64,
+// enough for an efficient matrix product. More tasks divide such a part by taps, and a tap's
+// channels into blocks of 16, a vector.
 constexpr int64_t kEfficientChannels = 64, kChannelBlock = 16;
 
 int64_t ChannelParts(const ConvProblem& p, int64_t tasks) {
   return std::clamp<int64_t>(p.batch * p.c / kEfficientChannels, 1, tasks);
 }
 
-// The pieces of channels [begin, end) of all independent convolutions, of one tap.
+// Adds the pieces of channels [begin, end) for one tap, in all independent convolutions.
 void AddPieces(const ConvProblem& p, int64_t tap, int64_t begin, int64_t end, const float* x,
                const float* dy, float* dw, std::vector<Piece>* pieces) {
   const int64_t c_per_group = p.c_per_group();
@@ -134,9 +134,9 @@ void AddPieces(const ConvProblem& p, int64_t tap, int64_t begin, int64_t end, co
 
 Status GemmWgradPays(const ConvProblem& p, int64_t onednn_tasks) {
   const int64_t c = p.c_per_group(), k = p.k_per_group();
-  // Every task of oneDNN's unpacks and adds a filter of its own, which few pixels do not make up
-  // for. Products of few channels are less efficient, and are worth it for fewer pixels (measured:
-  // 1x1 and 3x3, 64 to 512 channels, 1 to 32 tasks, docs/notes/cpu.md).
+  // Every oneDNN task unpacks and adds its own filter, which does not pay for few pixels. Matrix
+  // products with few channels are less efficient, so they win only for fewer pixels (measured: 1x1
+  // and 3x3, 64 to 512 channels, 1 to 32 tasks, docs/notes/cpu.md).
   const int64_t few_pixels = std::clamp<int64_t>(c * k / 64, 64, 512) * onednn_tasks;
   if (p.n * p.out_pixels() > few_pixels && (p.rank != 1 || GathersPixels(p))) {
     return Status::Unimplemented("pays for long one-dimensional rows or few pixels only");
@@ -159,7 +159,7 @@ Status GemmWgradTask(const ConvProblem& p, int64_t task, int64_t tasks, const fl
                      const float* dy, float* scratch, float* dw) {
   const int64_t parts = ChannelParts(p, tasks), all = p.batch * p.c;
   const int64_t part = task * parts / tasks;
-  const int64_t first_task = CeilDiv(part * tasks, parts);  // of the part
+  const int64_t first_task = CeilDiv(part * tasks, parts);  // first task of the part
   const int64_t sharing = CeilDiv((part + 1) * tasks, parts) - first_task;
   const int64_t first = part * all / parts, channels = (part + 1) * all / parts - first;
   const int64_t blocks = CeilDiv(channels, kChannelBlock), share = task - first_task;

@@ -1,4 +1,4 @@
-// The transposed convolution, and the geometries that no CPU kernel computes.
+// The transposed convolution, and refusals of geometries that no CPU kernel computes.
 #include "cpu/geometry.h"
 
 #include <algorithm>
@@ -50,15 +50,15 @@ Status MakeGeometry(const ConvProblem& problem, Geometry* geometry) {
   }
   ConvProblem& p = geometry->p;
   for (int a = 0; a < 3; ++a) {
-    // Negative padding crops what the last stride leaves as well. oneDNN's weight gradients read
-    // beyond y where that is a stride or more and every row of windows begins in the padding.
+    // Negative padding also crops the rest after the last stride. oneDNN's weight gradients read
+    // past y if this is a stride or more and every row of windows begins in the padding.
     int64_t end = (p.out[a] - 1) * p.stride[a] + (p.filter[a] - 1) * p.dilation[a] + 1;
     int64_t fitting = end - p.in[a] - p.pad_lo[a];
     if (fitting <= -p.stride[a]) p.pad_hi[a] = fitting;
-    // Rows are cropped by moving a pointer, except in a data gradient, which must write zeros
-    // there.
+    // Rows are cropped by moving a pointer, except in a data gradient, which must write zeros to
+    // them.
     if (a == geometry->axis && p.op != Op::kDgrad) continue;
-    // High padding is negative, too, where the last stride does not reach the end of the input.
+    // High padding is also negative if the last stride does not reach the end of the input.
     const char* side = p.pad_lo[a] < 0 ? "low" : p.pad_hi[a] <= -p.stride[a] ? "high" : nullptr;
     if (side == nullptr) continue;
     return Status::Unimplemented(std::string(side) + " padding " +

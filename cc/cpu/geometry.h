@@ -1,14 +1,14 @@
-// The geometry of a convolution as the CPU kernels compute it. A convolution whose input is dilated
-// becomes one whose input is not.
+// The geometry of a convolution in the CPU kernels. A convolution with a dilated input becomes one
+// without.
 //
-// With stride 1 and the taps counted backwards, the relation of ConvProblem
+// With stride 1 and reversed taps r', the relation of ConvProblem
 //
 //     i * lhs_dilation = p + r * dilation - pad_lo
 //
-// reads p = i * lhs_dilation + r' * dilation - ((R - 1) * dilation - pad_lo): a strided convolution
-// from y to x. The forward operation of the one is the data gradient of the other. The weight
-// gradients are the same, with operands exchanged and taps reversed. The strided one is called the
-// transposed convolution.
+// becomes p = i * lhs_dilation + r' * dilation - ((R - 1) * dilation - pad_lo), a strided
+// convolution from y to x, called the transposed convolution. The forward operation of one is the
+// data gradient of the other. The weight gradients are equal, with operands swapped and taps
+// reversed.
 #ifndef JAXCONV_CPU_GEOMETRY_H_
 #define JAXCONV_CPU_GEOMETRY_H_
 
@@ -21,12 +21,12 @@
 namespace jaxconv::cpu {
 
 struct Geometry {
-  ConvProblem p;  // what is computed: the caller's convolution, or its transposed one
+  ConvProblem p;  // the computed convolution: the caller's, or its transposed one
   bool transposed = false;
   int axis = 1;  // the outermost spatial axis; positions along it are called rows
 };
 
-// Fails where no CPU kernel computes this (valid) problem's geometry.
+// Fails if no CPU kernel computes the geometry of this valid problem.
 Status MakeGeometry(const ConvProblem& problem, Geometry* geometry);
 
 // " on spatial axis 1", for messages; `axis` is an index into a Spatial.

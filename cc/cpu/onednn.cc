@@ -1,4 +1,4 @@
-// Everything here calls oneDNN or OpenMP and decides nothing.
+// Calls of oneDNN and OpenMP, without decisions.
 #include "cpu/onednn.h"
 
 #include <omp.h>
@@ -27,7 +27,7 @@ dnnl::memory::data_type ToDnnl(DType dtype) {
   return kTypes[static_cast<int>(dtype)];
 }
 
-// The values of dnnl::cpu_isa are sets of bits.
+// The values of dnnl::cpu_isa are bit sets.
 bool IsaHas(dnnl::cpu_isa isa) {
   auto bits = static_cast<unsigned>(isa);
   return (static_cast<unsigned>(dnnl::get_effective_cpu_isa()) & bits) == bits;

@@ -1,5 +1,5 @@
-// What the CPU kernels use of oneDNN apart from its convolutions: the engine, execution on the
-// calling thread, reorders, instruction sets, and its errors as a Status.
+// The CPU kernels' interface to oneDNN apart from convolutions: the engine, execution on the
+// calling thread, reorders, instruction sets, and errors as a Status.
 #ifndef JAXCONV_CPU_ONEDNN_H_
 #define JAXCONV_CPU_ONEDNN_H_
 
@@ -29,11 +29,11 @@ const char* IsaName();
 // oneDNN's version and the instruction set it uses here: "3.2.0 (avx512_core_bf16)".
 std::string LibraryVersion();
 
-// The cores that this process may run on, as many as XLA's intra-op pool has threads.
+// The cores on which this process may run: the number of threads in XLA's intra-op pool.
 int64_t Cores();
 
-// oneDNN fixes the number of threads of a primitive when it is made and asks again when it runs.
-// Both read the OpenMP setting of the calling thread, which is restored afterwards.
+// oneDNN reads the calling thread's OpenMP setting when it makes a primitive, and again when it
+// runs one. The constructor sets one thread; the destructor restores the setting.
 class SingleThreaded {
  public:
   SingleThreaded();
@@ -45,23 +45,24 @@ class SingleThreaded {
   int previous_;
 };
 
-// `data` of a tensor; oneDNN's memory objects take no pointers to const, but only write results.
+// The memory object of a tensor. oneDNN's memory objects take no pointers to const, but only
+// results are written.
 dnnl::memory Memory(const dnnl::memory::desc& desc, const void* data);
 
 using Arguments = std::initializer_list<std::pair<int, dnnl::memory>>;
 
-// Runs a primitive on the calling thread, with at most 4 arguments. Without a map of arguments, as
-// dnnl::primitive::execute takes, a call is 0.2 us shorter.
+// Runs a primitive on the calling thread, with at most 4 arguments. It avoids the argument map of
+// dnnl::primitive::execute, which saves 0.2 us a call.
 void Run(const dnnl::primitive& primitive, const Arguments& arguments);
 
-// A reorder whose scratchpad the caller provides: one that oneDNN manages belongs to the thread
-// that made the primitive, and concurrent executions overwrite each other in it.
+// A reorder with a scratchpad from the caller. A scratchpad managed by oneDNN belongs to the thread
+// that made the primitive, and concurrent executions would overwrite it.
 struct Reorder {
   dnnl::reorder primitive;
   dnnl::memory::desc from, to, scratch;
 };
 
-// `add`: the result is added to what `to` holds.
+// `add`: adds the result to the content of `to`.
 Reorder MakeReorder(const dnnl::memory::desc& from, const dnnl::memory::desc& to, bool add);
 void Run(const Reorder& reorder, const void* from, void* to, void* scratch);
 

@@ -1,5 +1,5 @@
 // Problems on which oneDNN 3.2 computes wrong results, crashes or hangs. Random tests found them
-// (tests/cc/onednn_conv_test.cc); where the exact condition is not known, a wider one is stated.
+// (tests/cc/onednn_conv_test.cc); if the exact condition is unknown, the code tests a wider one.
 #ifndef JAXCONV_CPU_ONEDNN_BUGS_H_
 #define JAXCONV_CPU_ONEDNN_BUGS_H_
 
@@ -16,12 +16,11 @@
 
 namespace jaxconv::cpu {
 
-// Fails where a stride, dilation or padding is larger than 4096 and than the tensors. oneDNN
-// computes with such values in 32 bits without checks, and with AMX copies padded rows. Seen, with
-// tensors of at most 6 positions an axis: wrong results from a stride of 32765 (bf16 weight
-// gradient) and a dilation of 16382 (f32 weight gradient, AVX2), crashes and endless lookups from a
-// stride of 2^19, 22 GB of scratch for strides of 8193 and 32765 (AMX). Up to 4096 no random
-// problem failed.
+// Fails if a stride, dilation or padding exceeds both 4096 and the tensors. oneDNN computes with
+// these values in 32 bits without checks, and with AMX it copies padded rows. Observed with tensors
+// of at most 6 positions an axis: wrong results from a stride of 32765 (bf16 weight gradient) and a
+// dilation of 16382 (f32 weight gradient, AVX2), crashes and endless lookups from a stride of 2^19,
+// 22 GB of scratch for strides of 8193 and 32765 (AMX). Up to 4096 no random problem failed.
 inline Status RequireTrustedWindow(const ConvProblem& p) {
   for (int a = 0; a < 3; ++a) {
     int64_t limit = std::max({int64_t{4096}, p.in[a], p.out[a], p.filter[a]});
@@ -38,9 +37,9 @@ inline Status RequireTrustedWindow(const ConvProblem& p) {
   return {};
 }
 
-// Whether oneDNN crashes while it looks for an implementation: on CPUs with AMX, for operands
-// narrower than float32, where a dilated window is larger than the input on some axis (9 of 5,300
-// random problems, each with one input element on that axis).
+// Whether oneDNN crashes while it searches for an implementation: on CPUs with AMX, for operands
+// narrower than float32, if a dilated window is larger than the input on an axis (9 of 5,300 random
+// problems, each with one input element on that axis).
 inline bool LookupCrashes(const ConvProblem& p, DType operands) {
   if (operands == DType::kF32 || !IsaHas(dnnl::cpu_isa::avx512_core_amx)) return false;
   for (int a = 0; a < 3; ++a) {
@@ -49,21 +48,22 @@ inline bool LookupCrashes(const ConvProblem& p, DType operands) {
   return false;
 }
 
-// Three spatial axes: taps that reach over the front and the back of the input at once; or over the
-// back in the first window that does not begin in front of it, where the stride takes several
-// windows to there. The kernel then reads beside y (48 of 50 random problems, between poisoned
+// Three spatial axes, and either a window whose taps extend past both ends of the depth; or the
+// first window that does not begin before the input extends past its end, after several windows
+// that begin before it. The kernel then reads outside y (48 of 50 random problems, between poisoned
 // bytes).
 inline bool ReachesOverFrontAndBack(const ConvProblem& p) {
   const int64_t window = (p.filter[0] - 1) * p.dilation[0] + 1;
   if (window > p.in[0]) return true;
-  const int64_t stride = p.stride[0], in_front = p.pad_lo[0] % stride;  // of the last of them
+  // in_front: by how much the last window that begins before the input does so.
+  const int64_t stride = p.stride[0], in_front = p.pad_lo[0] % stride;
   return in_front > 0 && p.pad_lo[0] > stride && p.pad_lo[0] / stride + 1 < p.out[0] &&
          stride - in_front + window > p.in[0];
 }
 
-// Columns of y that the float32 kernel divides into blocks of 14, which it does for 29 to 55 of
-// them where high padding is at least what 28 leave, and low padding beyond the first block (all of
-// 1,901 random problems, and no other of 19,278).
+// The float32 kernel divides 29 to 55 columns of y into blocks of 14. It fails if the high padding
+// is at least the columns beyond 28, and the low padding reaches past the first block (all of 1,901
+// random problems, and none of 19,278 others).
 inline bool PadsBeyondBlock(const ConvProblem& p) {
   const int64_t columns = p.out[2];
   const int64_t window = (p.filter[2] - 1) * p.dilation[2] + 1;
@@ -73,22 +73,22 @@ inline bool PadsBeyondBlock(const ConvProblem& p) {
 }
 
 // 8-bit operands, 8 groups of one channel, filters of 2x2x2: the offset for signed operands is
-// wrong, by multiples of 128. None of 1 to 19 such groups with 14 other filters is (filters of one
-// to 27 taps).
+// wrong by multiples of 128. No other case is: 1 to 19 groups of one channel with 14 other filters
+// (1 to 27 taps).
 inline bool OffsetIsWrong(const ConvProblem& p, DType operands) {
   const bool eight_bit = operands == DType::kS8 || operands == DType::kU8;
   return eight_bit && p.groups == 8 && p.c == 8 && p.k == 8 && p.filter == Spatial{2, 2, 2};
 }
 
-// Sums of 8-bit products beyond 2^24, which float32 does not hold. All implementations but brgemm
-// convert the int32 sums to float32 and back. So does brgemm for s8 images where the instruction
-// set has no product of two s8 numbers: it multiplies x + 128 and adds an offset to the sums. With
+// Sums of 8-bit products beyond 2^24 are rounded, because all implementations but brgemm convert
+// the int32 sums to float32 and back. brgemm does so for s8 images on instruction sets without a
+// product of two s8 numbers, where it multiplies x + 128 and adds an offset to the sums. With
 // padding it also converts the sums of outputs whose windows it finishes early.
 inline bool RoundsSums(const std::string& implementation, const ConvProblem& p, DType operands) {
   if (operands != DType::kS8 && operands != DType::kU8) return false;
   const int64_t largest = operands == DType::kS8 ? 128 * 128 : 255 * 128;
   int64_t terms = p.op == Op::kFprop ? p.c_per_group() : p.k_per_group();
-  for (int a = 0; a < 3; ++a) {  // a data gradient meets every so manieth tap
+  for (int a = 0; a < 3; ++a) {  // a data gradient uses one of every `stride` taps
     const int64_t step =
         p.op == Op::kDgrad ? p.stride[a] / std::gcd(p.stride[a], p.dilation[a]) : 1;
     terms *= CeilDiv(p.filter[a], step);
@@ -107,10 +107,10 @@ inline bool SumsOddChannels(const ConvProblem& p) {
   return p.op != Op::kWgrad && (p.op == Op::kFprop ? p.c_per_group() : p.k_per_group()) % 2 != 0;
 }
 
-// An odd number of channels is summed, in 16 bits: a kernel that multiplies pairs of channels
-// multiplies the first channel of the next pixel with a zero of the filter, which is NaN where that
-// channel is Inf or NaN. Kernels on AMX multiply copies of the pixels with zeros; "jit_bf16", which
-// oneDNN has for all such problems, masks the channel at the same speed (docs/notes/cpu.md).
+// Sums over an odd number of 16-bit channels: a kernel that multiplies pairs of channels multiplies
+// the first channel of the next pixel by a zero of the filter, which gives NaN if that channel is
+// Inf or NaN. AMX kernels multiply copies of the pixels that are padded with zeros; "jit_bf16",
+// which oneDNN has for all these problems, masks the channel at the same speed (docs/notes/cpu.md).
 inline bool ReadsNextPixel(const std::string& implementation, const ConvProblem& p,
                            DType operands) {
   const auto has = [&](const char* word) { return implementation.find(word) != std::string::npos; };
@@ -118,22 +118,22 @@ inline bool ReadsNextPixel(const std::string& implementation, const ConvProblem&
   return SumsOddChannels(p) && pairs && has("brg") && !has("amx");
 }
 
-// The same for the other sums in 16 bits, of an odd number: a data gradient's over channels of dy,
-// a weight gradient's over the columns of a row of y. Without AMX every implementation multiplies
-// the last number with a zero as well, which is NaN where it is Inf, or the one behind it.
+// The same for the other odd 16-bit sums: over channels of dy in a data gradient, over the columns
+// of a row of y in a weight gradient. Without AMX every implementation also multiplies the last
+// number, or the one after it, by zero, which gives NaN if it is Inf.
 inline bool PairsLastWithZero(const std::string& implementation, const ConvProblem& p,
                               DType operands) {
   if (operands != DType::kBF16 || implementation.find("amx") != std::string::npos) return false;
   return p.op == Op::kDgrad ? SumsOddChannels(p) : p.op == Op::kWgrad && p.out[2] % 2 != 0;
 }
 
-// The same channels, 1x1, bfloat16, a number of pixels that is a multiple of 30: wrong results (60 of
-// 946 random problems, all of them such).
+// An odd number of channels, 1x1, bfloat16, and a number of pixels that is a multiple of 30: wrong
+// results (60 of 946 random problems, all of this kind).
 inline bool PixelsOfThirtyAreWrong(const std::string& implementation, const ConvProblem& p) {
   return SumsOddChannels(p) && implementation.rfind("jit_bf16_1x1", 0) == 0;
 }
 
-// Three spatial axes, the data gradient on AMX: rows of x behind the last window stay unwritten (5
+// Three spatial axes, the data gradient on AMX: rows of x past the last window are not written (5
 // of some 40,000 random problems in bfloat16, with filters of 3 or 4 rows and x of 19 to 24
 // columns).
 inline bool LeavesRowsUnwritten(const std::string& implementation, const ConvProblem& p) {
@@ -160,9 +160,9 @@ inline bool IsWrong(const std::string& implementation, const ConvProblem& p, DTy
   return p.pad_lo[2] > 20;
 }
 
-// Whether the scratch has to be cleared. The bf16 weight gradient orders the columns of x by their
-// remainder modulo the stride and reads scratch for remainders without a column: it multiplies the
-// values by zero, which is NaN where the scratch holds NaN or Inf.
+// Whether the scratch must be cleared. The bf16 weight gradient orders the columns of x by their
+// remainder modulo the stride. For remainders without a column it multiplies uninitialised scratch
+// by zero, which gives NaN if the scratch holds NaN or Inf.
 inline bool ReadsUnwrittenScratch(const ConvProblem& p, DType operands) {
   return p.op == Op::kWgrad && operands == DType::kBF16 && p.in[2] <= 2 * p.stride[2];
 }

@@ -1,4 +1,4 @@
-// How plans are made: what a kernel takes, how its work is divided into tasks, and where its
+// Makes plans: which problems a kernel accepts, how its work is divided into tasks, and where its
 // intermediate arrays lie in the workspace.
 #include "cpu/plan.h"
 
@@ -16,11 +16,11 @@
 namespace jaxconv::cpu {
 namespace {
 
-// A second task costs a few microseconds to start; below this much work it does not pay. A byte
+// A second task takes a few microseconds to start, which pays only above this much work. A byte
 // counts as 16 operations, about the machine balance of an AVX-512 core.
 constexpr int64_t kOperationsPerTask = 4 << 20;
 constexpr int64_t kOperationsPerByte = 16;
-// Partial weight gradients of all tasks together; a large filter gets fewer tasks.
+// The limit of all tasks' partial weight gradients together; a large filter gets fewer tasks.
 constexpr int64_t kMaxPartialBytes = 256 << 20;
 
 bool Is8Bits(DType dtype) { return dtype == DType::kS8 || dtype == DType::kU8; }
@@ -32,9 +32,9 @@ int64_t TensorBytes(const ConvProblem& p) {
          p.y_elements() * ByteWidth(p.y_dtype);
 }
 
-// oneDNN's weight gradients read a whole region once per pair of 16-channel blocks, so a region
-// should stay in a cache. Each region also costs an unpacking of the filter, which 2048 pixels make
-// negligible.
+// oneDNN's weight gradients read a whole region once for each pair of 16-channel blocks, so a
+// region should stay in a cache. Each region also unpacks the filter, which is negligible from 2048
+// pixels on.
 int64_t MaxRegionRows(const Geometry& g) {
   const ConvProblem& p = g.p;
   constexpr int64_t kMinPixels = 2048, kMaxBytes = 2 << 20;
@@ -46,11 +46,10 @@ int64_t MaxRegionRows(const Geometry& g) {
   return std::clamp<int64_t>(fitting, 1, rows);
 }
 
-// The elements of a region whose sums stay in a second-level cache until the epilogue reads them:
-// 512 KB.
+// The largest region whose sums, 512 KB, stay in L2 until the epilogue reads them.
 constexpr int64_t kMaxSums = 128 << 10;
 
-// How the operands reach the kernel.
+// The form of the operands that the kernel reads.
 enum class Operands {
   kNative,
   kFloats,   // 16-bit operands as float32
@@ -58,13 +57,13 @@ enum class Operands {
   kFlipped,  // s8 images with their padding, as u8
 };
 
-// Copies with padding are at most so many times as large as the largest of the tensors.
+// Copies with padding may be at most this many times as large as the largest tensor.
 constexpr int64_t kMaxCopyGrowth = 4;
 
-// From this many terms of a sum on, flipping the signs of s8 images costs less than what oneDNN
-// does where the CPU has no product of two s8 numbers: the filter's reorder takes 1 ns an element,
-// and the kernels add 128 to every number that they read. Time with flipped over native images, one
-// core, the layers of ResNet-50, 1 to 16 images: 0.2 to 1.0 from 512 terms on, 0.7 to 1.4 below.
+// On CPUs without a product of two s8 numbers, oneDNN adds 128 to every number that its kernels
+// read, and its reorder of the filter takes 1 ns an element. From this many terms of a sum on,
+// flipping the signs of s8 images is cheaper. Time with flipped images over native images (one
+// core, ResNet-50's layers, 1 to 16 images): 0.2 to 1.0 from 512 terms on, 0.7 to 1.4 below.
 constexpr int64_t kFlippedTerms = 512;
 
 bool MultipliesSigned() {
@@ -94,12 +93,12 @@ Status CheckTypes(const KernelDesc& kernel, const ConvProblem& p) {
   return {};
 }
 
-// Whether some tap of the filter meets no element of x under any window.
+// Whether a tap of the filter lies in the padding for all windows.
 bool HasTapOfPaddingAlone(const ConvProblem& p) {
   for (int a = 0; a < 3; ++a) {
     const int64_t step = p.lhs_dilation[a], extent = (p.in[a] - 1) * step + 1;
     for (int64_t tap = 0; tap < p.filter[a]; ++tap) {
-      const int64_t at = tap * p.dilation[a] - p.pad_lo[a];  // of the first window
+      const int64_t at = tap * p.dilation[a] - p.pad_lo[a];  // for the first window
       const int64_t first = at >= 0 ? 0 : (-at + p.stride[a] - 1) / p.stride[a];
       bool meets = false;
       for (int64_t o = first; o < std::min(p.out[a], first + step) && !meets; ++o) {
@@ -162,7 +161,7 @@ class Planner {
       plan_.scratch_stride = AlignUp(GemmWgradScratchBytes(g.p, plan_.slices));
       plan_.scratch_offset = Reserve(plan_.scratch_stride * plan_.slices);
     } else if (kernel.family == Family::kFewPixels) {
-      // Of every task what it gathers, then its sums; the first task's sums are the result.
+      // For every task its gathered data, then its sums; the first task's sums are the result.
       plan_.scratch_stride = AlignUp(FewPixelsScratchBytes(g.p));
       plan_.scratch_offset = Reserve(plan_.scratch_stride * plan_.slices);
       plan_.sums_stride = AlignUp(FewPixelsPartialBytes(g.p));
@@ -273,7 +272,7 @@ class Planner {
     plan_.sums_offset = Reserve(plan_.sums_stride * plan_.slices);
   }
 
-  // Of each region; of all pixels at once where there are none.
+  // Moments for each region; for all pixels at once if there are no regions.
   void ReserveMoments() {
     int64_t regions = 0;
     for (const std::vector<Region>& task : plan_.tasks) {
@@ -284,7 +283,7 @@ class Planner {
     plan_.moments_offset = Reserve(plan_.moments_stride * std::max<int64_t>(regions, 1));
   }
 
-  // The first task of an independent convolution writes the result itself.
+  // The first task of an independent convolution writes the result directly.
   void ReservePartials() {
     int64_t filter_bytes = problem_.w_elements() / problem_.batch * ByteWidth(DType::kF32);
     int64_t next_batch = 0;
@@ -314,7 +313,7 @@ const RegionKernel* RegionKernelOf(Family family) {
 }
 
 Status MakePlan(const KernelDesc& kernel, const ConvProblem& problem, int64_t slices, Plan* plan) {
-  // Not where the taps are reversed, which is written for taps that are outermost.
+  // Not for reversed taps: the reversal assumes that taps are the outermost axes.
   const bool krsc = problem.filter_layout == FilterLayout::kKrsc && Is8Bits(kernel.dtype) &&
                     problem.lhs_dilation == Spatial{1, 1, 1};
   if (!krsc) JAXCONV_RETURN_IF_ERROR(problem.RequireRsck());
@@ -337,11 +336,11 @@ Status MakePlan(const KernelDesc& kernel, const ConvProblem& problem, int64_t sl
     return s8 && make(Operands::kFlipped).ok() ? Status() : status;
   }
   if (!IsFloat16(kernel.dtype)) return make(Operands::kNative);
-  // Without 16-bit instructions oneDNN emulates them, slower than float32; with them, it has only
-  // reference code for some geometries.
+  // On CPUs without 16-bit instructions oneDNN emulates them, slower than float32; on others it has
+  // only reference code for some geometries.
   bool instructions = IsaHas(kernel.dtype == DType::kF16 ? dnnl::cpu_isa::avx512_core_fp16
                                                          : dnnl::cpu_isa::avx512_core_bf16);
-  // oneDNN 3.2's weight gradient in bfloat16 does not write the taps that meet padding alone.
+  // oneDNN 3.2's weight gradient in bfloat16 does not write taps that lie only in the padding.
   if (problem.op == Op::kWgrad && HasTapOfPaddingAlone(problem)) return make(Operands::kFloats);
   if (kernel.family == Family::kOnednn && instructions && make(Operands::kNative).ok()) return {};
   return make(Operands::kFloats);
@@ -359,7 +358,7 @@ int64_t ChooseSlices(const ConvProblem& p, Family family, int64_t threads) {
   if (family == Family::kGemm) return GemmWgradTasks(p, slices);
   if (family == Family::kFewPixels) return std::min(slices, p.taps() * p.c);
   int axis = 3 - p.rank;
-  // The transposed convolution exchanges the rows of x and y; the smaller number serves both.
+  // The transposed convolution swaps the rows of x and y; the smaller number serves both.
   int64_t rows = p.op == Op::kWgrad || p.lhs_dilation != Spatial{1, 1, 1}
                      ? std::min(p.in[axis], p.out[axis])
                  : p.op == Op::kDgrad ? CeilDiv(p.in[axis], p.stride[axis])

@@ -1,4 +1,4 @@
-// A map that keeps its most recently used entries, for plans that are costly to make.
+// A map that keeps its most recently used entries, for plans that are expensive to make.
 #ifndef JAXCONV_CPU_PLAN_CACHE_H_
 #define JAXCONV_CPU_PLAN_CACHE_H_
 
@@ -12,15 +12,14 @@
 
 namespace jaxconv::cpu {
 
-// Thread-safe. Values are shared, so that an entry evicted while in use lives until its user is
-// done.
+// Thread-safe. Values are shared, so an entry evicted while in use lives until its user is done.
 template <typename Key, typename Value>
 class PlanCache {
  public:
   explicit PlanCache(size_t capacity) : capacity_(capacity) {}
 
-  // The entry, now the most recent one, or null.
-  // `key` may be anything that compares with a Key, such as a tuple of string_views.
+  // The entry, which becomes the most recent one, or null. `key` may have any type that compares
+  // with Key, such as a tuple of string_views.
   template <typename SameAsKey>
   std::shared_ptr<const Value> Find(const SameAsKey& key) {
     std::lock_guard<std::mutex> lock(mutex_);
@@ -30,7 +29,7 @@ class PlanCache {
     return found->second->second;
   }
 
-  // Of two threads that made the same plan, the first wins: both get its value.
+  // If two threads made the same plan, both get the value of the first.
   std::shared_ptr<const Value> Insert(const Key& key, std::shared_ptr<const Value> value) {
     std::lock_guard<std::mutex> lock(mutex_);
     auto found = index_.find(key);

@@ -1,4 +1,4 @@
-// The choice of an implementation of oneDNN and of a filter layout for every region.
+// Chooses a oneDNN implementation and a filter layout for every region.
 #include "cpu/primitives.h"
 
 #include <algorithm>
@@ -40,7 +40,7 @@ memory::format_tag ChannelsLast(int rank) {
                      : memory::format_tag::ndhwc;
 }
 
-// The caller's filter, (spatial, C / groups, K) or (K, spatial, C / groups), whose output channels
+// The caller's filter, (spatial, C / groups, K) or (K, spatial, C / groups). Its output channels
 // are the input channels of the transposed convolution.
 memory::desc PlainFilter(const Geometry& g, DType dtype) {
   const ConvProblem& p = g.p;
@@ -114,27 +114,28 @@ class Maker {
   }
 
  private:
-  // A float32 primitive that reads the plain filter, where it is as fast as one with oneDNN's own
-  // layout, so that nothing has to be packed.
+  // A float32 primitive that reads the plain filter without packing, if it is as fast as one with
+  // oneDNN's own layout.
   std::optional<ConvPrimitive> WithPlainFilter(const ConvProblem& sub) const {
     const ConvProblem& p = geometry_.p;
     if (operand_ != DType::kF32 || p.groups != 1) return {};
     if (p.op == Op::kFprop && !geometry_.transposed) {
-      // While the output channels of a filter row fit a few cache lines, or there are too few
-      // pixels to make packing pay, and for few input channels of one axis, whose packed filters
-      // another implementation reads: it writes 64 channels at a time, which in rows of 2 KB (512
-      // channels) share a few cache sets. Only brgconv reads plain filters well.
+      // Use it if the output channels of a filter row fit in a few cache lines; if there are too
+      // few pixels for packing to pay; or for few input channels on one axis, because the
+      // implementation that reads their packed filters writes 64 channels at a time, which share a
+      // few cache sets in rows of 2 KB (512 channels). Only brgconv reads plain filters
+      // efficiently.
       bool few_pixels = sub.n * sub.out_pixels() * tasks_ < 256;
       bool few_inputs = p.rank == 1 && p.c <= 4;
       if (p.k > 128 && !few_pixels && !few_inputs) return {};
       std::optional<ConvPrimitive> made = Make(sub, plain_, false);
       return made && UsesBrgemm(made->implementation) ? made : std::nullopt;
     }
-    // The direct kernels fill a vector with input channels, the matrix product (im2col) does not.
+    // The direct kernels fill vectors with input channels; the matrix product (im2col) does not.
     return p.op == Op::kDgrad && p.c < 8 ? Make(sub, plain_, true) : std::nullopt;
   }
 
-  // A primitive of the first implementation that will do, if there is one.
+  // A primitive of the first suitable implementation, if there is one.
   std::optional<ConvPrimitive> Make(const ConvProblem& p, const memory::desc& filter,
                                     bool want_gemm) const {
     using dnnl::algorithm;
@@ -178,7 +179,7 @@ class Maker {
       made.x = pd.src_desc(), made.w = pd.weights_desc(), made.y = pd.dst_desc();
       return made;
     }
-    // Gradients demand the forward primitive as a hint; nothing of it is used.
+    // oneDNN's gradients require the forward primitive as a hint and do not use it.
     dnnl::convolution_forward::primitive_desc hint(
         engine, dnnl::prop_kind::forward_training, algorithm::convolution_direct,
         memory::desc(x_dims, operand, any), memory::desc(FilterDims(p), operand, any),
@@ -214,8 +215,8 @@ class Maker {
     return static_cast<int>(made_->packed.size()) - 1;
   }
 
-  // From the plain filter, divided along groups or output channels so that several tasks share the
-  // work.
+  // Reorders from the plain filter, divided along groups or output channels so that several tasks
+  // share the work.
   std::vector<Reorder> PackingReorders(const memory::desc& to) const {
     const ConvProblem& p = geometry_.p;
     int64_t extent = p.groups > 1 ? p.groups : p.k;
@@ -256,8 +257,8 @@ bool UsesBrgemm(const std::string& implementation) { return Contains(implementat
 
 Status MakePrimitives(const Geometry& geometry, DType operand, DType result, bool brgemm,
                       Tasks* tasks, Primitives* primitives) {
-  // Largest first: the filter layout it prefers is then asked of the others, so that one packing
-  // serves all.
+  // Largest first: the other regions are asked to use its preferred filter layout, so that one
+  // packing serves all.
   std::vector<Region*> regions;
   for (auto& task : *tasks) {
     for (Region& region : task) {
@@ -268,7 +269,7 @@ Status MakePrimitives(const Geometry& geometry, DType operand, DType result, boo
     return a->sub.y_elements() > b->sub.y_elements();
   });
   Maker maker(geometry, operand, result, brgemm, static_cast<int64_t>(tasks->size()), primitives);
-  std::map<std::array<int64_t, 5>, int> made;  // by what distinguishes regions
+  std::map<std::array<int64_t, 5>, int> made;  // keyed by the fields that distinguish regions
   for (Region* region : regions) {
     int a = geometry.axis;
     const ConvProblem& sub = region->sub;

@@ -1,5 +1,5 @@
-// The oneDNN primitives of a convolution, one for each different region of its tasks, and the
-// filter layouts they read. All are single-threaded and take their scratchpad from the caller.
+// The oneDNN primitives of a convolution, one for each different region of its tasks, and their
+// filter layouts. All are single-threaded and use a scratchpad from the caller.
 #ifndef JAXCONV_CPU_PRIMITIVES_H_
 #define JAXCONV_CPU_PRIMITIVES_H_
 
@@ -15,7 +15,7 @@
 
 namespace jaxconv::cpu {
 
-// Below this, filters are packed by one task: the reorder takes as long as starting another task.
+// A single task packs smaller filters: their reorder takes as long as starting another task.
 constexpr int64_t kMinPackBytes = 128 << 10;
 
 struct ConvPrimitive {
@@ -27,7 +27,7 @@ struct ConvPrimitive {
   Reorder unpack, unpack_and_add;  // wgrad: from its own layout into a plain partial sum
 };
 
-// A filter layout and the reorders that produce it, each from a part of the plain filter.
+// A filter layout and the reorders that produce it, one for each part of the plain filter.
 struct PackedFilter {
   dnnl::memory::desc desc;
   int64_t offset = 0;  // in the workspace
@@ -40,12 +40,13 @@ struct Primitives {
   std::vector<PackedFilter> packed;
 };
 
-// Whether oneDNN's implementation of this name runs brgemm kernels: "brgconv:avx512_core".
+// Whether the oneDNN implementation of this name, such as "brgconv:avx512_core", runs brgemm
+// kernels.
 bool UsesBrgemm(const std::string& implementation);
 
 // Makes primitives for `operand` and `result` types, and sets Region::primitive in all of `tasks`.
-// Without `brgemm`, of other implementations only. Fails where oneDNN has none that is fast and
-// right.
+// Without `brgemm`, uses other implementations only. Fails if oneDNN has no implementation that is
+// fast and correct.
 Status MakePrimitives(const Geometry& geometry, DType operand, DType result, bool brgemm,
                       Tasks* tasks, Primitives* primitives);
 

@@ -1,4 +1,4 @@
-// A block of sums goes through the terms in turn, as float32 in the first-level cache.
+// A block of sums passes through the terms one after another, as float32 in L1.
 #include "cpu/requantize.h"
 
 #include <immintrin.h>
@@ -14,7 +14,7 @@
 namespace jaxconv::cpu {
 namespace {
 
-// Rounds to nearest even, keeps denormal numbers: what a thread starts with.
+// Rounds to nearest even and keeps denormal numbers, a thread's initial mode.
 class StandardFloatingPoint {
  public:
   StandardFloatingPoint() : previous_(_mm_getcsr()) { _mm_setcsr(0x1f80); }
@@ -30,7 +30,7 @@ JAXCONV_LOOP ToFloats(const int32_t* sums, int64_t count, float* t) {
   for (int64_t i = 0; i < count; ++i) t[i] = static_cast<float>(sums[i]);
 }
 
-// Sums wrap, as they do in the kernels.
+// Sums wrap around, as in the kernels.
 JAXCONV_LOOP AddOffset(const int32_t* sums, const int32_t* offset, int64_t count, float* t) {
   for (int64_t i = 0; i < count; ++i) {
     t[i] = static_cast<float>(
@@ -46,7 +46,7 @@ JAXCONV_LOOP AddResidual(float scale, const float* residual, int64_t count, floa
   for (int64_t i = 0; i < count; ++i) t[i] = __builtin_fmaf(scale, residual[i], t[i]);
 }
 
-// Comparisons with NaN are false: it stays.
+// Comparisons with NaN are false, so NaN stays.
 JAXCONV_LOOP Clamp(float low, float high, int64_t count, float* t) {
   for (int64_t i = 0; i < count; ++i) {
     float value = t[i] < low ? low : t[i];
@@ -54,8 +54,8 @@ JAXCONV_LOOP Clamp(float low, float high, int64_t count, float* t) {
   }
 }
 
-// To an 8-bit type. Values beyond 1024 saturate for every zero point. Adding 1.5 * 2^23 to a value
-// below 2^22 leaves the integer, rounded to nearest even, in the last bits.
+// Rounds to an 8-bit type. Values beyond 1024 saturate for every zero point. Adding 1.5 * 2^23 to a
+// value below 2^22 leaves the integer, rounded to nearest even, in the last bits.
 JAXCONV_LOOP RoundTo8Bits(const float* t, int32_t zero_point, int32_t least, int32_t largest,
                           int64_t count, uint8_t* out) {
   constexpr float kShift = 12582912.0f;
@@ -87,7 +87,7 @@ JAXCONV_LOOP RoundToInt32(const float* t, int64_t count, int32_t* out) {
   }
 }
 
-// Elements [0, count) of an array of any type as float32.
+// Loads elements [0, count) of an array of any type as float32.
 JAXCONV_LOOP Load(DType dtype, const void* from, int64_t count, float* to) {
   switch (dtype) {
     case DType::kS8:
@@ -104,12 +104,12 @@ JAXCONV_LOOP Load(DType dtype, const void* from, int64_t count, float* to) {
   }
 }
 
-// Up to kBlock elements of the output, and the terms of each of them.
+// Up to kBlock elements of the output, and their terms.
 struct Block {
   int64_t count = 0;
   DType dtype = DType::kS8;  // of the output and the residual
   const int32_t* sums = nullptr;
-  const int32_t* offset = nullptr;  // null: absent, as the scale and the residual may be
+  const int32_t* offset = nullptr;  // null: absent, also for the scale and the residual
   const float* scale = nullptr;
   const float* bias = nullptr;
   const void* residual = nullptr;
@@ -167,7 +167,7 @@ class Requantizer {
     block_.zero_point = static_cast<int32_t>(epilogue.zero_point);
   }
 
-  // Pixels [begin, end), counted over all images. sums: of pixel 0.
+  // Computes pixels [begin, end), counted over all images. sums: those of pixel 0.
   void Run(const int32_t* sums, int64_t begin, int64_t end) {
     static const auto compute = ComputeForThisProcessor();
     const bool of_image = p_.epilogue.scale == ScaleKind::kImage;

@@ -10,10 +10,10 @@
 
 namespace jaxconv::cpu {
 
-// Writes elements [begin, begin + count) of a channels-last output, whole pixels, from their sums:
-// sums[0] is that of element `begin`; `out` and the terms are those of the whole output. `sums` may
-// be the output itself, if that is int32. Sets and restores the calling thread's floating-point
-// mode: XLA's threads flush denormal numbers to zero.
+// Writes elements [begin, begin + count), whole pixels, of a channels-last output from their sums:
+// sums[0] belongs to element `begin`; `out` and the terms belong to the whole output. `sums` may be
+// an int32 output itself. Sets and restores the calling thread's floating-point mode, because XLA's
+// threads flush denormal numbers to zero.
 void Requantize(const ConvProblem& problem, const EpilogueTerms& terms, const int32_t* sums,
                 int64_t begin, int64_t count, void* out);
 

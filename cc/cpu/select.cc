@@ -17,7 +17,8 @@ namespace jaxconv::cpu {
 namespace {
 
 constexpr const char* kFamilies[] = {"onednn",     "gemm",        "depthwise", "few_outputs",
-                                     "few_pixels", "small_groups"};  // as enum class Family
+                                     "few_pixels", "small_groups"};  // in the order of enum class
+                                                                     // Family
 
 // In order of preference.
 constexpr KernelDesc kKernels[] = {
@@ -49,7 +50,7 @@ constexpr KernelDesc kKernels[] = {
     {"wgrad_onednn_f16", Op::kWgrad, DType::kF16, Family::kOnednn},
 };
 
-// Null where there is none.
+// Null if there is none.
 const KernelDesc* FindKernel(std::string_view name) {
   auto found = std::find_if(std::begin(kKernels), std::end(kKernels),
                             [&](const KernelDesc& kernel) { return name == kernel.name; });
@@ -59,17 +60,17 @@ const KernelDesc* FindKernel(std::string_view name) {
 using PlanKey = std::tuple<std::string, std::string, int64_t>;  // problem key, instance, slices
 
 PlanCache<PlanKey, Plan>& Plans() {
-  // A plan is some 10 KB and its generated code up to 100 KB a primitive; a network has at most a
-  // few hundred different convolutions.
+  // A plan takes about 10 KB, and its generated code up to 100 KB a primitive; a network has at
+  // most a few hundred different convolutions.
   static auto* const plans = new PlanCache<PlanKey, Plan>(256);
   return *plans;
 }
 
-// oneDNN 3.2 keeps every brgemm kernel that it generates in a set of the process that is never
-// emptied: 4 to 16 KB for a convolution of a new shape. That is nothing to the convolutions of a
-// few networks, and without end to a program whose shapes never repeat. From this many problems on,
-// those that are new are computed by oneDNN's other implementations (instances *_no_brgemm); the
-// first ones stay with theirs, so that compiling a program again gives the same bits.
+// oneDNN 3.2 never frees the brgemm kernels that it generates: 4 to 16 KB for each new convolution
+// shape. This is negligible for a few networks, but grows without limit in a program whose shapes
+// never repeat. After this many problems, oneDNN's other implementations (instances *_no_brgemm)
+// compute new problems; earlier problems keep theirs, so that compiling a program again gives the
+// same bits.
 constexpr size_t kMaxBrgemmProblems = 4096;
 
 class BrgemmProblems {
@@ -97,8 +98,8 @@ class BrgemmProblems {
   std::set<std::string> keys_;
 };
 
-// Whether there is an instance of the same kernel without brgemm. Weight gradients make none to
-// speak of; of 8-bit operands oneDNN's other implementations are not right (docs/notes/cpu.md).
+// Whether the kernel has an instance without brgemm. Weight gradients generate almost no brgemm
+// kernels; for 8-bit operands oneDNN's other implementations are wrong (docs/notes/cpu.md).
 bool HasVariant(const KernelDesc& kernel) {
   const bool floating = kernel.dtype != DType::kS8 && kernel.dtype != DType::kU8;
   return kernel.family == Family::kOnednn && kernel.op != Op::kWgrad && floating;
@@ -115,8 +116,8 @@ bool HasBrgemm(const Plan& plan) {
                      [](const ConvPrimitive& each) { return UsesBrgemm(each.implementation); });
 }
 
-// Unimplemented where the kernel does not take the problem, and where oneDNN fails to generate code
-// for it although it offered to (s8, three axes, one output channel, AMX: the filter's reorder).
+// Unimplemented if the kernel does not accept the problem, or if oneDNN offers an implementation
+// but fails to generate its code (s8, three axes, one output channel, AMX: the filter's reorder).
 Status FindPlan(const ConvProblem& problem, const KernelDesc& kernel, int64_t slices,
                 std::shared_ptr<const Plan>* plan) {
   PlanKey key(problem.ToString(), kernel.name, slices);
@@ -132,8 +133,8 @@ Status FindPlan(const ConvProblem& problem, const KernelDesc& kernel, int64_t sl
   return status.ok() ? status : Status::Unimplemented(status.message());
 }
 
-// Whether oneDNN computes this depthwise weight gradient with a kernel made for it, which it has
-// for few filter sizes and paddings.
+// Whether oneDNN has a dedicated kernel for this depthwise weight gradient; it has one for few
+// filter sizes and paddings.
 bool OnednnHasDepthwiseKernel(const ConvProblem& problem, DType dtype, int64_t slices) {
   for (const KernelDesc& kernel : kKernels) {
     if (kernel.family != Family::kOnednn || kernel.op != problem.op || kernel.dtype != dtype) {
@@ -147,7 +148,7 @@ bool OnednnHasDepthwiseKernel(const ConvProblem& problem, DType dtype, int64_t s
   return false;
 }
 
-// Fails where oneDNN is as fast as the family. Of depthwise weight gradients the plan tells.
+// Fails if oneDNN is as fast as the family. For depthwise weight gradients the plan decides.
 Status Pays(const ConvProblem& problem, Family family, int64_t threads) {
   if (family == Family::kGemm) {
     return GemmWgradPays(problem, ChooseSlices(problem, Family::kOnednn, threads));
@@ -162,7 +163,7 @@ struct Times {
   double kernel = 0, xla = 0;
 };
 
-// Where XLA is the faster one, measured (docs/notes/cpu.md); zeros for all others.
+// Nonzero where XLA is faster, as measured (docs/notes/cpu.md).
 Times WhereXlaIsFaster(const ConvProblem& p, Family family) {
   const Spatial ones{1, 1, 1}, zeros{0, 0, 0};
   if (p.op != Op::kFprop || p.x_dtype != DType::kF32 || p.groups != 1 || p.batch != 1 ||
@@ -170,8 +171,8 @@ Times WhereXlaIsFaster(const ConvProblem& p, Family family) {
     return {};
   }
   const auto flops = static_cast<double>(p.flops());
-  // A pointwise convolution so small that the call decides. It is a matrix product, which XLA calls
-  // without a custom call. From twice as many operations on, the two are equally fast.
+  // In a pointwise convolution below this size, the call overhead decides: XLA computes the matrix
+  // product without a custom call. From twice as many operations on, the two are equally fast.
   constexpr int64_t kFewOperations = 256 << 10;
   constexpr double kOperationsPerMicrosecond = 100e3;
   if (p.filter == ones && p.stride == ones && p.pad_lo == zeros && p.pad_hi == zeros &&
@@ -179,11 +180,12 @@ Times WhereXlaIsFaster(const ConvProblem& p, Family family) {
     const double work = flops / kOperationsPerMicrosecond;
     return {1.6 + work, 0.7 + work};
   }
-  // Few terms of few input channels: storing the output decides, and oneDNN's 64 channels at a time
-  // of rows of a multiple of 2 KB share a few cache sets; of outputs beyond the caches, more terms
-  // are few. With an epilogue XLA stores it more than once.
+  // Sums of few terms from few input channels: storing the output decides. oneDNN stores 64
+  // channels at a time, which share a few cache sets if rows are a multiple of 2 KB. For outputs
+  // larger than the caches the limit is higher. With an epilogue XLA stores the output more than
+  // once.
   constexpr int64_t kFewTerms = 40, kFewTermsOfLarge = 80, kLarge = 16 << 20;
-  constexpr double kDense = 200e3, kStored = 11e3, kStoredInBlocks = 7e3;  // a microsecond
+  constexpr double kDense = 200e3, kStored = 11e3, kStoredInBlocks = 7e3;  // per microsecond
   const int64_t output = p.y_elements() * ByteWidth(p.y_dtype);
   const bool few = p.taps() * p.c <= (output >= kLarge ? kFewTermsOfLarge : kFewTerms);
   if (family == Family::kOnednn && p.c <= 4 && few && p.k % 512 == 0 && p.epilogue.Plain()) {
@@ -219,7 +221,7 @@ Status Select(const ConvProblem& problem, std::string_view algorithm, int64_t th
     } else {
       if (HasVariant(kernel) && kernel.brgemm != brgemm) continue;
       if (!is_auto && kFamilies[static_cast<int>(kernel.family)] != algorithm) continue;
-      // Kernels of other operations and types would only fill the list of refusals.
+      // Kernels of other operations and types would only lengthen the list of refusals.
       if (kernel.op != problem.op || kernel.dtype != problem.lhs_dtype()) continue;
     }
     int64_t slices = ChooseSlices(problem, kernel.family, threads);

@@ -1,8 +1,8 @@
-// Selection of a kernel on the CPU, and the plans that selections stand for. The kernels are
-// oneDNN's primitives, and what oneDNN computes slowly: weight gradients that are depthwise
-// (depthwise_wgrad.h) or matrix products (gemm_wgrad.h), and forward convolutions with few output
-// channels (few_outputs.h), few output pixels (few_pixels.h) or small groups (small_groups.h, data
-// gradients too).
+// Selection of a kernel on the CPU, and the plans of selections. The kernels are oneDNN's
+// primitives, plus kernels for problems that oneDNN computes slowly: weight gradients that are
+// depthwise (depthwise_wgrad.h) or matrix products (gemm_wgrad.h), and forward convolutions with
+// few output channels (few_outputs.h), few output pixels (few_pixels.h) or small groups
+// (small_groups.h, also data gradients).
 #ifndef JAXCONV_CPU_SELECT_H_
 #define JAXCONV_CPU_SELECT_H_
 
@@ -22,14 +22,13 @@ namespace jaxconv::cpu {
 struct Plan;  // plan.h
 
 // Chooses an instance for a valid problem and divides it into at most `threads` tasks (slices).
-// `algorithm` is "auto", "native" (the same, without leaving small pointwise convolutions to XLA),
-// a family (as FamilyNames gives them) or an instance name; anything else is an InvalidArgument.
-// Where no kernel takes the problem, the instance is empty and the refusals say why.
+// `algorithm` is "auto", "native" (the same, but never XLA), a family (FamilyNames lists them) or
+// an instance name; anything else is an InvalidArgument. If no kernel accepts the problem, the
+// instance is empty and the refusals say why.
 Status Select(const ConvProblem& problem, std::string_view algorithm, int64_t threads,
               Selection* selection);
 
-// The same of the problem with that key, with a task for every core. The target of every call is
-// this CPU.
+// The same for a problem key, with a task for every core. The target is always this CPU.
 Status SelectForKey(std::string_view key, std::string_view algorithm, std::string_view target,
                     Selection* selection);
 
@@ -41,8 +40,8 @@ const ConvProblem& ProblemOf(const Plan& plan);
 
 void SetPlanCapacity(size_t capacity);
 
-// From how many problems on new ones are computed without oneDNN's brgemm kernels, which it never
-// frees. Counts anew.
+// Sets the number of problems after which new ones are computed without oneDNN's brgemm kernels,
+// which it never frees; restarts the count.
 void SetMaxBrgemmProblems(size_t count);
 size_t PlanCount();
 

@@ -1,19 +1,19 @@
 // y[n, p, q, k] = sum over r, s, i < G of x[n, p * stride + r * dilation - pad, ..., k / G * G + i]
 //                                         w[r, s, i, k]
 //
-// oneDNN pads such groups to vectors of 16 channels. Here a vector holds 16 / G whole groups. Input
-// channel i of every group is moved to the lanes of all of its group, which two shuffles of the
-// 128-bit parts and within them do, and meets the vector of the filter's 16 output channels. A
-// block of up to 16 pixels of a row has its sums in registers. Where the filter has rows of 3 taps,
-// without stride and dilation, a shuffled input vector meets all three: 12 multiply-adds for 4
-// shuffles (G = 4), 24 for 10 (G = 8).
+// oneDNN pads such groups to vectors of 16 channels. Here a vector holds 16 / G whole groups. Two
+// shuffles, of the 128-bit parts and within them, broadcast input channel i of every group to the
+// lanes of its group; the result multiplies the vector of the filter's 16 output channels. A block
+// of up to 16 pixels of a row has its sums in registers. For filter rows of 3 taps without stride
+// and dilation, a shuffled input vector serves all three taps: 12 multiply-adds for 4 shuffles (G =
+// 4), 24 for 10 (G = 8).
 //
 // The windows of a tile, a few rows of up to 64 columns, are first copied to scratch memory, 16
-// channels at a time and with their padding. Blocks then need no bounds, and a pixel's step is one
-// cache line: in the image it is C floats, and where that is a power of two, neighbouring pixels
-// would share a few sets of the first-level cache.
+// channels at a time, with their padding. Blocks then need no bounds checks, and the pixel stride
+// is one cache line. In the image it is C floats; if that is a power of two, neighbouring pixels
+// share a few sets of L1.
 //
-// A data gradient of stride 1 is the same sum over y, taps reversed and groups transposed.
+// A data gradient of stride 1 is the same sum over y, with taps reversed and groups transposed.
 //
 // The loops over a block must be unrolled, or the sums go through memory.
 #include "cpu/small_groups.h"
@@ -33,11 +33,11 @@ namespace {
 
 constexpr int64_t kLanes = 16;
 constexpr int kMaxPixels = 16;            // of a block
-constexpr int64_t kTileColumns = 64;      // at most
-constexpr int64_t kTileBytes = 64 << 10;  // of copied windows, unless one row takes more
+constexpr int64_t kTileColumns = 64;      // most columns
+constexpr int64_t kTileBytes = 64 << 10;  // of copied windows, unless a single row takes more
 constexpr int64_t kMaxScratch = 1 << 20;
 
-// The sum as one over windows of `in`, for both operations.
+// The sum over windows of `in`, for both operations.
 struct Windows {
   explicit Windows(const ConvProblem& p)
       : rank(p.rank),
@@ -52,7 +52,7 @@ struct Windows {
     for (int a = 0; a < 3; ++a) pad[a] = (filter[a] - 1) * dilation[a] - pad[a];
   }
 
-  // Rows that the windows of consecutive output rows share lie once in scratch memory.
+  // Whether scratch memory holds the rows that consecutive output rows share only once.
   bool SharesRows() const { return stride[1] == 1 && dilation[1] == 1; }
 
   int64_t CopiedRows(int64_t rows) const { return SharesRows() ? rows - 1 + filter[1] : filter[1]; }
@@ -90,26 +90,26 @@ struct Block {
   int64_t pixel, next_pixel;   // from one pixel to the next, in x and in y
   int64_t plane, row, column;  // from one tap to the next, in x
   const Spatial* filter;
-  __mmask16 channels;  // that exist
+  __mmask16 channels;  // existing channels
 };
 
-// The shuffles without a mask make GCC 12 warn about its own header.
+// With shuffles without a mask, GCC 12 warns about its own header.
 constexpr __mmask16 kAll = 0xffff;
 
-// Of groups of 8 channels: channels 4 part .. 4 part + 3, in both 128-bit parts of the group.
+// For groups of 8 channels: channels 4 part .. 4 part + 3, in both 128-bit parts of the group.
 __attribute__((target("avx512f"))) inline __m512 Half(__m512 value, int part) {
   return part == 0 ? _mm512_maskz_shuffle_f32x4(kAll, value, value, 0xa0)
                    : _mm512_maskz_shuffle_f32x4(kAll, value, value, 0xf5);
 }
 
-// The same element, or elements, of every 128 bits.
+// Broadcasts one element, or one per group, within every 128 bits.
 template <int kWhich>
 __attribute__((target("avx512f"))) inline __m512 Channel(__m512 value) {
   return _mm512_maskz_permute_ps(kAll, value, kWhich);
 }
 
-// The products of `value`, an input pixel of which `filter` has the taps [0, kTaps) of a row, with
-// these taps, to the sums of output pixels at, at - 1 and so on, where they are of the block.
+// Multiplies an input pixel `value` by the taps [0, kTaps) of a row in `filter`, and adds the
+// products to the sums of output pixels at, at - 1, ..., if these belong to the block.
 template <int kPixels, int kInPart, int kTaps>
 __attribute__((target("avx512f"), always_inline)) inline void Multiply(
     __m512 value, const __m512 (&filter)[kTaps][kInPart], int at, __m512 (&sum)[kPixels]) {
@@ -126,8 +126,8 @@ __attribute__((target("avx512f"), always_inline)) inline void Multiply(
   }
 }
 
-// kTaps: of a row of the filter, which the pixels of a block then share; 1: each tap by itself, of
-// filters of any extent, stride and dilation.
+// kTaps: taps of a filter row that share the input pixels of a block; 1: each tap separately, for
+// any extent, stride and dilation.
 template <int kPixels, int kGroup, int kTaps>
 __attribute__((target("avx512f"))) void ComputeBlock(const Block& b) {
   constexpr int kInPart = kGroup < 4 ? kGroup : 4, kParts = kGroup / kInPart;
@@ -184,7 +184,8 @@ ComputeBlockFn FindBlock(int64_t group, bool row_of_three, int64_t pixels) {
   return kBlocks[which][row_of_three ? 1 : 0][pixels - 1];
 }
 
-// Up to 16 channels of the pixels [begin, end) of a row; pixels outside [0, extent) are zero.
+// Copies up to 16 channels of the pixels [begin, end) of a row; pixels outside [0, extent) are
+// zero.
 __attribute__((target("avx512f"))) void CopyPixels(const float* row, int64_t channels,
                                                    __mmask16 existing, int64_t extent,
                                                    int64_t begin, int64_t end, float* to) {
@@ -200,8 +201,8 @@ struct Tile {
   int64_t p0, p1, rows, q, columns;
 };
 
-// The windows of a tile: (filter[0], CopiedRows, CopiedColumns, 16). `image` begins at the first of
-// the 16 channels.
+// Copies the windows of a tile to (filter[0], CopiedRows, CopiedColumns, 16). `image` begins at the
+// first of the 16 channels.
 void CopyWindows(const Windows& v, const Tile& tile, const float* image, int64_t channels,
                  __mmask16 existing, float* to) {
   const int64_t rows = v.CopiedRows(tile.rows), columns = v.CopiedColumns(tile.columns);
@@ -229,7 +230,7 @@ void ComputeTile(const Windows& v, const Tile& tile, const float* windows, const
   block.column = v.dilation[2] * kLanes;
   block.filter = &v.filter;
   block.channels = existing;
-  const int64_t blocks = CeilDiv(tile.columns, kMaxPixels);  // of almost the same size
+  const int64_t blocks = CeilDiv(tile.columns, kMaxPixels);  // of almost equal size
   const bool row_of_three = v.filter[2] == 3 && v.stride[2] == 1 && v.dilation[2] == 1;
   for (int64_t t = 0; t < tile.rows; ++t) {
     float* row = y + ((tile.p0 * v.out[1] + tile.p1 + t) * v.out[2] + tile.q) * channels;
@@ -281,8 +282,8 @@ int64_t PackedElements(const ConvProblem& p) {
   return CeilDiv(p.c, kLanes) * p.taps() * p.c_per_group() * kLanes;
 }
 
-// (vectors of 16 channels, taps, channel of the group, 16). The filter is (taps, channel of the
-// group, K); of a data gradient the channels of a group change places.
+// Packs the filter (taps, channel of the group, K) to (vectors of 16 channels, taps, channel of the
+// group, 16); for a data gradient it swaps the channels of a group.
 void Pack(const ConvProblem& p, const float* w, float* packed) {
   const int64_t group = p.c_per_group(), taps = p.taps();
   const bool dgrad = p.op == Op::kDgrad;

@@ -6,8 +6,8 @@
 
 namespace jaxconv::cpu {
 
-// Takes groups of 2, 4 or 8 input and as many output channels, data gradients of stride 1; needs
-// AVX-512.
+// Accepts groups of 2, 4 or 8 input and as many output channels, and data gradients of stride 1;
+// needs AVX-512.
 extern const RegionKernel kSmallGroups;
 
 }  // namespace jaxconv::cpu

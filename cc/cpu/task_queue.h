@@ -1,4 +1,4 @@
-// The tasks of one call, worked off by whichever threads are free.
+// The tasks of one call, executed by any free thread.
 #ifndef JAXCONV_CPU_TASK_QUEUE_H_
 #define JAXCONV_CPU_TASK_QUEUE_H_
 
@@ -14,9 +14,9 @@
 
 namespace jaxconv::cpu {
 
-// Tasks of one call, shared with others on XLA's intra-op pool. Whoever is free claims the next
-// task, the calling thread included: so a call finishes even if the pool lends no thread (every
-// pool thread may itself be inside a call), and no thread is ever added to XLA's own.
+// The tasks of one call on XLA's intra-op pool. Any free thread claims the next task, the calling
+// thread included. So a call finishes even if no pool thread is free (each may itself be inside a
+// call), and no threads beyond XLA's are needed.
 class TaskQueue {
  public:
   TaskQueue(int64_t tasks, const std::function<void(int64_t)>& body) : tasks_(tasks), body_(body) {}
@@ -31,7 +31,7 @@ class TaskQueue {
     }
   }
 
-  // `body_` is only touched for claimed tasks, so it may go away once this returns.
+  // `body_` is only accessed for claimed tasks, so it may be destroyed after this returns.
   void Wait() {
     std::unique_lock<std::mutex> lock(mutex_);
     all_done_.wait(lock, [&] { return done_.load() == tasks_; });
@@ -46,7 +46,7 @@ class TaskQueue {
   std::condition_variable all_done_;
 };
 
-// On the calling thread and on those that a pool such as XLA's intra-op one lends.
+// Runs the tasks on the calling thread and on free threads of a pool, such as XLA's intra-op pool.
 template <class Pool>
 ParallelFor ParallelForOn(Pool& pool) {
   return [&pool](int64_t tasks, const std::function<void(int64_t)>& body) {

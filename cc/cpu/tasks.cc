@@ -1,4 +1,4 @@
-// Where each task begins, and the regions between there and the beginning of the next.
+// Computes the start of each task, and the regions up to the start of the next.
 #include "cpu/tasks.h"
 
 #include <algorithm>
@@ -6,7 +6,7 @@
 namespace jaxconv::cpu {
 namespace {
 
-// Rows [begin, end) of one image as a convolution of its own.
+// Sets the region to rows [begin, end) of one image, as a separate convolution.
 void SetRows(const Geometry& g, int64_t begin, int64_t end, Region* region) {
   const ConvProblem& p = g.p;
   int a = g.axis;
@@ -55,7 +55,7 @@ void SetImages(const Geometry& g, int64_t images, Region* region) {
   region->y_offset = region->image * p.out_pixels() * p.k;
 }
 
-// Where a task begins.
+// The start of a task.
 struct Start {
   int64_t image, row;
 };
@@ -64,9 +64,10 @@ Start StartOf(const Geometry& g, int64_t task, int64_t tasks) {
   const ConvProblem& p = g.p;
   int64_t rows = DividedRows(g), total = p.batch * p.n * rows;
   if (task == tasks) return {p.batch * p.n, 0};
-  // Starts are rounded to an eighth of a task: fewer different regions, at most 12 % imbalance.
+  // Starts are rounded to an eighth of a task, for fewer different regions at no more than 12 %
+  // imbalance.
   int64_t quantum = std::clamp<int64_t>(total / (tasks * 8), 1, rows);
-  // A data gradient is divided where the window of an output row begins: then no region has
+  // A data gradient is divided at the start of an output row's window, so that no region has
   // negative padding.
   int64_t step = p.op == Op::kDgrad ? p.stride[g.axis] : 1;
   int64_t remainder = p.op == Op::kDgrad ? p.pad_lo[g.axis] % step : 0;
@@ -89,7 +90,7 @@ int64_t DividedRows(const Geometry& g) {
 Tasks MakeTasks(const Geometry& g, int64_t task_count, int64_t max_rows, int64_t max_images) {
   const ConvProblem& p = g.p;
   int64_t rows = DividedRows(g);
-  // Several images are one region where no row is cropped between them.
+  // Several images form one region if no row is cropped between them.
   bool by_image = p.pad_lo[g.axis] < 0 || p.pad_hi[g.axis] <= -p.stride[g.axis] || max_rows < rows;
   Tasks tasks(task_count);
   for (int64_t task = 0; task < task_count; ++task) {

@@ -1,6 +1,6 @@
-// The division of a convolution into tasks. The rows of all images form one sequence, which is
-// divided into one run per task; a run holds the end of an image, whole images, and the beginning
-// of an image. Tasks are therefore equally large for any number of images and threads.
+// The division of a convolution into tasks. The rows of all images form one sequence, divided into
+// one run for each task; a run holds the end of an image, whole images, and the beginning of an
+// image. Tasks therefore have equal size for any number of images and threads.
 #ifndef JAXCONV_CPU_TASKS_H_
 #define JAXCONV_CPU_TASKS_H_
 
@@ -12,8 +12,8 @@
 
 namespace jaxconv::cpu {
 
-// Consecutive rows of one image, or several whole images, of one of the independent convolutions:
-// what one execution of a primitive computes.
+// The work of one execution of a primitive: consecutive rows of an image, or several whole images,
+// of one independent convolution.
 struct Region {
   int primitive = -1;  // none: the output rows are zero
   int64_t batch = 0;
@@ -24,17 +24,17 @@ struct Region {
   int64_t x_offset = 0;  // in elements
   int64_t y_offset = 0;
   int64_t zero_elements = 0;
-  ConvProblem sub;  // the region as a convolution of its own; n is 0 where there is nothing to sum
-  ConvProblem images_to_copy;  // where images are copied: the region before, with its padding
+  ConvProblem sub;  // the region as a separate convolution; n is 0 if there is nothing to sum
+  ConvProblem images_to_copy;  // if images are copied: the region before the copy, with its padding
 };
 
 using Tasks = std::vector<std::vector<Region>>;
 
-// The rows that are divided: those of the operation's output, and those of y for a weight gradient.
+// The rows that are divided: rows of the operation's output, or of y for a weight gradient.
 int64_t DividedRows(const Geometry& geometry);
 
-// Regions have at most `max_rows` rows of an image or, where that is all of them, `max_images`
-// images.
+// Regions have at most `max_rows` rows of an image or, if that covers an image, at most
+// `max_images` images.
 Tasks MakeTasks(const Geometry& geometry, int64_t tasks, int64_t max_rows, int64_t max_images);
 
 }  // namespace jaxconv::cpu

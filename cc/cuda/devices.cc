@@ -8,7 +8,7 @@
 namespace jaxconv {
 namespace {
 
-// Several large networks' convolutions, of which each plan takes one to two KB.
+// Enough for the convolutions of several large networks; a plan takes one to two KB.
 constexpr size_t kPlans = 4096;
 
 }  // namespace

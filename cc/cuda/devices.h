@@ -1,6 +1,6 @@
 // Selection and plans for the devices of this process or, by name, for others: `target` is an
 // architecture such as "sm_90a", a product such as "h200", or empty for this process's devices.
-// Apart from selection itself, which asks no driver.
+// Separate from selection itself, which queries no driver.
 #ifndef JAXCONV_CUDA_DEVICES_H_
 #define JAXCONV_CUDA_DEVICES_H_
 
@@ -25,7 +25,7 @@ Status PlanPassForTarget(std::string_view key, std::string_view target, PassPlan
 // Finds or makes the plan of a call on one of this process's devices.
 Status FindPlan(const PlanKey& key, std::shared_ptr<const PlannedCall>* call);
 
-// How this library was built, and for which device it predicts.
+// The build options of this library, and the device for which it predicts.
 std::vector<std::pair<std::string, std::string>> BuildInfo();
 
 }  // namespace jaxconv

@@ -1,5 +1,5 @@
-// Instance -> the function that launches its device code. Apart from the registry, which is linked
-// without device code where kernels are only selected and planned.
+// Maps an instance to the function that launches its device code. Separate from the registry, which
+// is also linked without device code, for selection and planning only.
 #ifndef JAXCONV_CUDA_LAUNCH_TABLE_H_
 #define JAXCONV_CUDA_LAUNCH_TABLE_H_
 
@@ -9,11 +9,11 @@
 
 namespace jaxconv {
 
-// Null where no instance has that name.
+// Null if no instance has this name.
 LaunchFunction FindLaunch(std::string_view name);
 
-// The entry of every padded instance (common/padded_channels.h), which finds that of the instance
-// inside.
+// The launch of every padded instance (common/padded_channels.h); it finds the launch of the inner
+// instance.
 Status LaunchPadded(const Plan& plan, const Operands& operands, void* stream);
 
 }  // namespace jaxconv

@@ -1,4 +1,4 @@
-// Every kernel of a pass (common/pass.h), and the plan of one for a key.
+// All kernels of passes (common/pass.h), and the plan for a key.
 #ifndef JAXCONV_CUDA_PASSES_H_
 #define JAXCONV_CUDA_PASSES_H_
 
@@ -16,10 +16,11 @@ namespace jaxconv {
 
 const std::vector<PassKernel>& PassKernels();
 
-// Of each its name, family and pass.
+// The name, family and pass of each kernel.
 std::vector<std::array<std::string, 3>> PassNames();
 
-// The plan's reason says why no kernel takes it. InvalidArgument: a key that cannot be read.
+// If no kernel accepts the key, the plan's reason says why. InvalidArgument: the key cannot be
+// parsed.
 Status PlanPass(std::string_view key, const Gpu& gpu, PassPlan* plan);
 
 }  // namespace jaxconv

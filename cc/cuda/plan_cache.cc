@@ -53,7 +53,7 @@ Status PlanCache::Find(const PlanKey& key, std::shared_ptr<const PlannedCall>* c
       return {};
     }
   }
-  // Made outside the lock: two threads may make the same plan, and the first one in is kept.
+  // Made outside the lock: if two threads make the same plan, the first one inserted is kept.
   auto made = std::make_shared<PlannedCall>();
   JAXCONV_RETURN_IF_ERROR(Make(key, gpu_of_, made.get()));
   std::lock_guard<std::mutex> lock(mutex_);

@@ -1,4 +1,4 @@
-// Plans, made once and kept: a handler looks its plan up, sets pointers and launches.
+// A cache of plans: a handler looks up its plan, sets pointers and launches.
 #ifndef JAXCONV_CUDA_PLAN_CACHE_H_
 #define JAXCONV_CUDA_PLAN_CACHE_H_
 
@@ -18,7 +18,7 @@
 
 namespace jaxconv {
 
-// What a custom call asks for; the strings are its attributes.
+// The request of a custom call; the strings are its attributes.
 struct PlanKey {
   std::string_view problem;   // ConvProblem::ToString
   std::string_view instance;  // KernelDesc::name
@@ -33,21 +33,21 @@ struct PlanKey {
 
 struct PlannedCall {
   ConvProblem problem;
-  const KernelDesc* kernel = nullptr;  // the instance that was asked for
+  const KernelDesc* kernel = nullptr;  // the requested instance
   Plan plan;
 };
 
-// A bounded map, the least recently used plan dropped first. Thread-safe; a plan that is in use
-// outlives its eviction.
+// A bounded map that evicts the least recently used plan. Thread-safe; a plan in use outlives its
+// eviction.
 class PlanCache {
  public:
   using GpuOfDevice = std::function<Status(int device, Gpu*)>;
 
-  // `gpu_of` is asked once for each plan that is made.
+  // `gpu_of` is called once for each plan made.
   PlanCache(size_t capacity, GpuOfDevice gpu_of);
 
-  // Finds or makes the plan. An InvalidArgument names a problem that does not parse or an instance
-  // that does not exist; a refusal of the kernel is passed on. Failures are not kept.
+  // Finds or makes the plan. InvalidArgument: the problem does not parse, or the instance does not
+  // exist. A kernel's refusal is passed on. Failures are not cached.
   Status Find(const PlanKey& key, std::shared_ptr<const PlannedCall>* call);
 
   size_t size() const;

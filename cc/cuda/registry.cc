@@ -35,7 +35,7 @@ std::vector<KernelDesc> FamilyKernels() {
   return all;
 }
 
-// The instances of the PADDED lines: whose channels are padded, and the name of the padded form.
+// For each instance of a PADDED line, its name and the name of the padded form.
 #define JAXCONV_TWO_NAMES(op, dtype, variant, ending) \
   {JAXCONV_NAME(op, JAXCONV_FAMILY, dtype, variant),  \
    JAXCONV_NAME(op, JAXCONV_FAMILY, dtype, variant) ending},
@@ -46,7 +46,7 @@ constexpr std::pair<std::string_view, const char*> kPadded[] = {
 #define FUSED(...)
 #include "cuda/families.def"
 };
-// Of the FUSED lines: compiled with the fused epilogue too, and the name of that.
+// For each instance of a FUSED line, its name and the name of the fused form.
 constexpr std::pair<std::string_view, const char*> kFused[] = {
 #define KERNEL(...)
 #define PADDED(...)

@@ -10,14 +10,14 @@
 
 namespace jaxconv {
 
-// In the order in which selection prefers equals.
+// Selection prefers earlier instances among those of equal cost.
 const std::vector<KernelDesc>& Kernels();
 
-// Every name, and every family's.
+// The names of all instances and families.
 std::vector<std::string> KernelNames();
 std::vector<std::string> FamilyNames();
 
-// Null where no instance has that name.
+// Null if no instance has this name.
 const KernelDesc* FindKernel(std::string_view name);
 
 }  // namespace jaxconv

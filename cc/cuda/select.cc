@@ -13,8 +13,9 @@
 namespace jaxconv {
 namespace {
 
-// XLA's autotuner takes kernels of other times from one process to the next (the weight gradient of
-// a layer 29.0 and 22.2 us), so a layer is left to it only where that gains so much.
+// XLA's autotuner picks kernels of different speed from one process to the next (29.0 and 22.2 us
+// for the wgrad of one layer). XLA therefore gets a layer only if its predicted time is below this
+// share of the kernel's.
 constexpr double kXlaShare = 0.97;
 
 Status UnknownAlgorithm(std::string_view algorithm) {
@@ -31,7 +32,7 @@ Status UnknownAlgorithm(std::string_view algorithm) {
   return Status::InvalidArgument(message + "), got '" + std::string(algorithm) + "'");
 }
 
-// An activation's instructions beside silu's, measured on an H200; 0 where it clamps.
+// An activation's instructions relative to silu's, measured on an H200; 0 for a clamp.
 double ActivationFactor(Activation activation) {
   switch (activation) {
     case Activation::kNone:
@@ -50,15 +51,14 @@ double ActivationFactor(Activation activation) {
   }
 }
 
-// What a fused instance whose slices a reduction sums takes longer than its plain instance, as a part
-// of that one's time: 3x3 on 1280 channels, 8 images, H200: 27.5 -> 31.0 us on 8x8, 88.0 -> 98.4 on
-// 16x16.
+// The additional time of a fused split-K instance, relative to the plain instance: 3x3 on 1280
+// channels, 8 images, H200: 27.5 -> 31.0 us on 8x8, 88.0 -> 98.4 on 16x16.
 constexpr double kFusedSplitShare = 0.12;
 
 double EpilogueMicroseconds(const KernelDesc& kernel, const ConvProblem& problem, const Gpu& gpu,
                             const Plan& plan) {
   const Epilogue& epilogue = problem.epilogue;
-  if (epilogue.statistics) return 0;  // of plain sums; their plan has counted them
+  if (epilogue.statistics) return 0;  // the plan has counted them
   const EpilogueCost& cost = kernel.epilogue_cost;
   const double factor = ActivationFactor(epilogue.activation);
   double nanoseconds = factor == 0 && !epilogue.pre ? cost.clamps : cost.terms;
@@ -70,7 +70,7 @@ double EpilogueMicroseconds(const KernelDesc& kernel, const ConvProblem& problem
   return of_outputs / 1000 + (split ? kFusedSplitShare * plan.microseconds : 0);
 }
 
-// Whether the kernel runs on the GPU and takes the problem.
+// Whether the kernel runs on the GPU and accepts the problem.
 Status Try(const KernelDesc& kernel, const ConvProblem& problem, const Gpu& gpu, Plan* plan) {
   if (gpu.compute_capability() < kernel.min_cc || gpu.compute_capability() > kernel.max_cc) {
     return Status::Unimplemented("needs compute capability " + std::to_string(kernel.min_cc) +
@@ -92,7 +92,7 @@ Status Select(const ConvProblem& problem, const Gpu& gpu, std::string_view algor
   *selection = Selection();
   const bool any = algorithm == "auto" || algorithm == "native";
   bool known = any;
-  // 8-bit instances have the epilogue's terms at run time.
+  // 8-bit instances select the epilogue's terms at run time.
   const bool fused = !problem.epilogue.Plain() && problem.w_dtype != DType::kS8;
   for (const KernelDesc& kernel : Kernels()) {
     const bool named = kernel.name == algorithm;
@@ -101,8 +101,8 @@ Status Select(const ConvProblem& problem, const Gpu& gpu, std::string_view algor
     if (any ? kernel.on_request : !named && !several) continue;
     known = true;
     if (kernel.three_tf32 && problem.precision == Precision::kDefault && !named) continue;
-    // A kernel of another operation or type, with an epilogue or without one where the problem is
-    // not so, is worth a refusal only to someone who asked for it.
+    // A kernel of another operation or type, or one whose epilogue does not match, is listed among
+    // the refusals only if the caller named it.
     const bool other =
         kernel.op != problem.op || kernel.dtype != problem.lhs_dtype() || kernel.fused != fused;
     if (other && !named) continue;
@@ -112,7 +112,7 @@ Status Select(const ConvProblem& problem, const Gpu& gpu, std::string_view algor
       continue;
     }
     if (fused) plan.microseconds += EpilogueMicroseconds(kernel, problem, gpu, plan);
-    // Strictly faster: of equals the earlier instance wins, whatever the platform's library.
+    // Strictly faster: among equal instances the first wins, on every platform's standard library.
     if (selection->instance.empty() || plan.microseconds < selection->microseconds) {
       selection->instance = kernel.name;
       selection->slices = plan.slices;

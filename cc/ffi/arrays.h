@@ -1,12 +1,12 @@
-// The arrays of every custom call: their names and their order.
+// The names and the order of every custom call's arrays.
 //
-// Each struct below is one call (ffi/call.cc says of which name). It reads its members, in the
-// order of their declaration, from a call's operands and results, and lists their names for the
-// Python side, which emits the call by these names (jaxconv/_src/library/custom_call.py). Names and
-// order are an interface of exported programs: a program that was exported keeps loading, so a call
-// only grows at its end, under a new name.
+// Each struct below is one call (ffi/call.cc has its name). It reads its members, in order of
+// declaration, from a call's operands and results, and lists their names for the Python side, which
+// emits the call by these names (jaxconv/_src/library/custom_call.py). Names and order are an
+// interface: exported programs must keep loading, so a call may only grow at its end, under a new
+// name.
 //
-// An operand or a result that a call may leave out is there with no elements.
+// An absent optional operand or result is an array without elements.
 #ifndef JAXCONV_FFI_ARRAYS_H_
 #define JAXCONV_FFI_ARRAYS_H_
 
@@ -23,7 +23,7 @@ namespace jaxconv {
 namespace ffi = ::xla::ffi;
 using Dimensions = ffi::AnyBuffer::Dimensions;
 
-// An array of a call, with the name that messages give it.
+// An array of a call, with its name in messages.
 class Array {
  public:
   Array(const char* name, std::optional<ffi::AnyBuffer> buffer) : name_(name), buffer_(buffer) {}
@@ -35,7 +35,7 @@ class Array {
   ffi::DataType type() const { return buffer_->element_type(); }
   bool present() const { return buffer_.has_value() && buffer_->element_count() > 0; }
 
-  // Null where the array is absent.
+  // Null if the array is absent.
   template <class T = void>
   T* data() const {
     return present() ? static_cast<T*>(buffer_->untyped_data()) : nullptr;
@@ -46,14 +46,14 @@ class Array {
   std::optional<ffi::AnyBuffer> buffer_;
 };
 
-// What the structs below have in common. One is made of a call, or to list its names.
+// The base of the structs below. An object is made from a call, or to list the names.
 class Arrays {
  public:
   Arrays(const ffi::RemainingArgs& operands, const ffi::RemainingRets& results)
       : operands_(&operands), results_(&results) {}
   explicit Arrays(CallArrays* names) : names_(names) {}
 
-  // Whether the call has as many operands and results as are read.
+  // Checks that the call has as many operands and results as the struct reads.
   Status CheckCounts() const;
 
  protected:
@@ -67,7 +67,7 @@ class Arrays {
   size_t operands_read_ = 0, results_read_ = 0;
 };
 
-// fprop, dgrad and wgrad, whose operands are the two others of x, w and y.
+// fprop, dgrad and wgrad; the operands are the other two of x, w and y.
 struct ConvArrays : Arrays {
   using Arrays::Arrays;
   Array lhs = Operand("lhs"), rhs = Operand("rhs");
@@ -105,7 +105,7 @@ struct NormaliseAddArrays : Arrays {
   Array result = Result("result"), bits = Result("bits");
 };
 
-// cuda/normalisation/masked_sums.h: the same kinds of arrays; vectors are (channels,) or (segments,
+// cuda/normalisation/masked_sums.h: arrays as above; vectors are (channels,) or (segments,
 // channels).
 struct MaskedSumsArrays : Arrays {
   using Arrays::Arrays;

@@ -11,7 +11,7 @@ namespace {
 constexpr ffi::DataType kXlaTypes[] = {ffi::DataType::F32, ffi::DataType::F16, ffi::DataType::BF16,
                                        ffi::DataType::S8,  ffi::DataType::S32, ffi::DataType::U8};
 
-// An array of a convolution, as messages call it.
+// An array of a convolution and its name in messages.
 struct NamedRole {
   Role role;
   const char* name;
@@ -22,7 +22,7 @@ constexpr NamedRole kRoles[][3] = {{{Role::kX, "x"}, {Role::kW, "w"}, {Role::kY,
                                    {{Role::kX, "x"}, {Role::kY, "dy"}, {Role::kW, "dw"}}};
 constexpr const char* kAxesNames[] = {"lhs_axes", "rhs_axes", "out_axes"};
 
-// Of lhs, rhs and out, whose axes the call's attributes put in order.
+// The expected types of lhs, rhs and out; the call's attributes give the order of their axes.
 Status TypesOf(const ConvProblem& problem, const Attributes& attributes, ArrayType (&types)[3]) {
   const DType dtypes[] = {problem.lhs_dtype(), problem.rhs_dtype(), problem.output_dtype()};
   for (size_t i = 0; i < 3; ++i) {
@@ -39,7 +39,8 @@ Status TypesOf(const ConvProblem& problem, const Attributes& attributes, ArrayTy
     shape.values.fill(-1);
     bool permutation = axes.size() == canonical.rank;
     for (size_t j = 0; permutation && j < axes.size(); ++j) {
-      const auto axis = static_cast<size_t>(axes[j]);  // of a negative one beyond the rank
+      const auto axis = static_cast<size_t>(axes[j]);  // a negative axis becomes larger than the
+                                                       // rank
       permutation = axis < shape.rank && shape.values[axis] == -1;
       if (permutation) shape.values[axis] = canonical.values[j];
     }

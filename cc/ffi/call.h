@@ -1,10 +1,10 @@
 // Checks of a custom call, the same on every platform.
 //
-// Operands and result have the axis order of the caller's arrays; `*_axes[i]` is the array position
-// of canonical axis i, and the layout constraint put on the call stores the array in canonical
-// order, the filter in the problem's layout. Everything is compared with the problem that the call
-// carries: a mismatch is an INVALID_ARGUMENT that names the array, what was expected and what was
-// found. A call that matches allocates nothing here.
+// Operands and result have the axis order of the caller's arrays. `*_axes[i]` is the array position
+// of canonical axis i; the call's layout constraint stores the array in canonical order, and the
+// filter in the problem's layout. Every array is compared with the problem in the call: a mismatch
+// is an INVALID_ARGUMENT with the array, the expected and the actual value. The checks of a
+// matching call allocate nothing.
 #ifndef JAXCONV_FFI_CALL_H_
 #define JAXCONV_FFI_CALL_H_
 
@@ -23,7 +23,7 @@ using Axes = ffi::Span<const int64_t>;
 
 Status Mismatch(const char* name, const std::string& message);
 
-// "(2, 3)", of anything with int64_t elements.
+// "(2, 3)", for any container of int64_t.
 template <class Values>
 std::string ToText(const Values& values) {
   std::string text;
@@ -31,7 +31,7 @@ std::string ToText(const Values& values) {
   return text.empty() ? "()" : text + ")";
 }
 
-// Arrays of one type or, where they are not to be present, with no elements.
+// The expected array: one type or, if it must be absent, no elements.
 struct Expected {
   ArrayType type;
   bool present;
@@ -40,7 +40,7 @@ struct Expected {
 
 Status CheckEach(std::initializer_list<Expected> expected);
 
-// Compare the arrays with the problem that the call carries, and its operation with `op`.
+// Compare the arrays with the problem in the call, and its operation with `op`.
 Status CheckConv(Op op, const ConvArrays& arrays, const Attributes& attributes,
                  const ConvProblem& problem);
 Status CheckFused(const FusedArrays& arrays, const Attributes& attributes,

@@ -13,7 +13,8 @@
 namespace jaxconv {
 namespace {
 
-// Finds the plan of a call, lets `check` compare the call with the planned problem, and computes.
+// Finds the plan of a call, calls `check` to compare the call with the planned problem, and
+// executes.
 template <class Check>
 Status Run(ffi::ThreadPool& pool, const Attributes& attributes, const Array& lhs, const Array& rhs,
            const cpu::EpilogueTerms& terms, const Array& out, const Array& workspace,
@@ -37,7 +38,7 @@ Status Conv(ffi::ThreadPool& pool, const ConvArrays& arrays, const Attributes& a
       [&](const ConvProblem& problem) { return CheckConv(kOp, arrays, attributes, problem); });
 }
 
-// FusedArrays and Int8Arrays.
+// For FusedArrays and Int8Arrays.
 template <class ArraysWithEpilogue>
 Status Fused(ffi::ThreadPool& pool, const ArraysWithEpilogue& arrays,
              const Attributes& attributes) {

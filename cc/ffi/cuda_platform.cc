@@ -1,6 +1,6 @@
-// XLA:GPU handlers over the CUDA kernels. A handler looks its plan up and launches: it allocates
-// nothing that it has seen before, waits for nothing and tunes nothing, so every one may be
-// recorded into a command buffer.
+// XLA:GPU handlers over the CUDA kernels. A handler looks up its plan and launches. It neither
+// synchronises nor tunes, and allocates only for a plan that it has not seen before, so every
+// handler may be recorded into a command buffer.
 #include <memory>
 #include <string>
 #include <string_view>
@@ -32,7 +32,8 @@ struct CudaContext {
 
 const float* Floats(const Array& array) { return array.data<const float>(); }
 
-// Finds the plan of a call, lets `check` compare the call with the planned problem, and launches.
+// Finds the plan of a call, calls `check` to compare the call with the planned problem, and
+// launches.
 template <class Check>
 Status Run(const CudaContext& context, const Attributes& attributes, const Array& workspace,
            Operands* operands, const Check& check) {
@@ -59,7 +60,7 @@ Status Conv(const CudaContext& context, const ConvArrays& arrays, const Attribut
   });
 }
 
-// FusedArrays and Int8Arrays.
+// For FusedArrays and Int8Arrays.
 template <class ArraysWithEpilogue>
 Status Fused(const CudaContext& context, const ArraysWithEpilogue& arrays,
              const Attributes& attributes) {
@@ -78,13 +79,13 @@ Status Fused(const CudaContext& context, const ArraysWithEpilogue& arrays,
              [&](const ConvProblem& problem) { return CheckFused(arrays, attributes, problem); });
 }
 
-// Of an array of floating-point numbers, which is checked afterwards.
+// The type of a floating-point array, which is checked later.
 DType FloatType(const Array& array) {
   if (array.type() == ffi::DataType::F16) return DType::kF16;
   return array.type() == ffi::DataType::BF16 ? DType::kBF16 : DType::kF32;
 }
 
-// Also by the attribute "segments", 1 where there is none.
+// Also uses the attribute "segments", 1 if absent.
 Status ReadRows(const Array& array, const Attributes& attributes, RowsOfChannels* rows) {
   int64_t segments = 1;
   JAXCONV_RETURN_IF_ERROR(attributes.GetIf("segments", &segments));
@@ -118,7 +119,7 @@ Status RunNormaliseAdd(const CudaContext& context, const NormaliseAddArrays& arr
   JAXCONV_RETURN_IF_ERROR(attributes.Get("below", &sum.below));
   JAXCONV_RETURN_IF_ERROR(GpuOfDevice(context.device, &gpu));
   sum.rows = rows.rows, sum.channels = rows.channels;
-  sum.ctas = 2 * gpu.sm_count;  // the kernel's launch bounds
+  sum.ctas = 2 * gpu.sm_count;  // matches the kernel's launch bounds
   sum.arrays[0] = arrays.y.data(), sum.arrays[1] = arrays.y2.data();
   sum.means[0] = Floats(arrays.mean), sum.means[1] = Floats(arrays.mean2);
   sum.scales[0] = Floats(arrays.scale), sum.scales[1] = Floats(arrays.scale2);
@@ -176,8 +177,8 @@ Status RunMoments(const CudaContext& context, const MomentsArrays& arrays,
                        context.stream);
 }
 
-// By a pooled array, one of the windows', and the attributes: sizes, strides and padding in front
-// along the one to three spatial axes.
+// Reads the windows from a pooled array, an array of windows, and the attributes: sizes, strides
+// and leading padding along one to three spatial axes.
 Status ReadPooled(const Array& x, const Array& y, const Attributes& attributes, Pooled* pooled) {
   const Dimensions from = x.dimensions(), to = y.dimensions();
   const size_t axes = from.size() < 2 ? 0 : from.size() - 2;

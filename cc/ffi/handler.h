@@ -1,4 +1,4 @@
-// From a custom call to the function that computes it, the same on every platform.
+// Dispatches a custom call to the function that computes it, on every platform.
 #ifndef JAXCONV_FFI_HANDLER_H_
 #define JAXCONV_FFI_HANDLER_H_
 
@@ -16,7 +16,8 @@ class Attributes {
  public:
   explicit Attributes(const ffi::Dictionary& values) : values_(values) {}
 
-  // Get("name", &value, "another", &other): in this order, up to the first that the call lacks.
+  // Get("name", &value, "another", &other) reads in this order, up to the first attribute that the
+  // call lacks.
   template <class T, class... Others>
   Status Get(std::string_view name, T* value, Others... others) const {
     const ffi::ErrorOr<T> found = values_.get<T>(name);
@@ -28,7 +29,7 @@ class Attributes {
     if constexpr (sizeof...(others) > 0) return Get(others...);
     return {};
   }
-  // Leaves the value where the call does not have the attribute: programs of earlier versions.
+  // Keeps the value if the call lacks the attribute, as programs of earlier versions do.
   template <class T>
   Status GetIf(std::string_view name, T* value) const {
     return values_.contains(name) ? Get(name, value) : Status();
@@ -40,8 +41,9 @@ class Attributes {
 
 ffi::Error ToError(const Status& status);
 
-// A custom call and its handler, which reads the arrays and calls kRun. `Platform` has the Context
-// that kRun takes, and Bind(run), a handler of what XLA passes on that platform.
+// A custom call and its handler, which reads the arrays and calls kRun. `Platform` provides the
+// Context for kRun, and Bind(run), which makes a handler of the arguments that XLA passes on that
+// platform.
 template <class Platform, auto kRun>
 struct Handler;
 

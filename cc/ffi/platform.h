@@ -1,5 +1,5 @@
-// What one kernel library (libjaxconv_cpu, libjaxconv_cuda) offers to the Python module over it. No
-// XLA and no Python types, so that one library serves every Python version.
+// The interface of a kernel library (libjaxconv_cpu, libjaxconv_cuda) for its Python module. It has
+// no XLA and no Python types, so that one library serves every Python version.
 #ifndef JAXCONV_FFI_PLATFORM_H_
 #define JAXCONV_FFI_PLATFORM_H_
 
@@ -22,23 +22,23 @@ struct CallArrays {
   std::vector<std::string> operands, results;
 };
 
-// Every call, of any platform.
+// All calls of all platforms.
 JAXCONV_EXPORT std::vector<CallArrays> AllCalls();
 
 struct PlatformInterface {
   int ffi_major;  // of the XLA headers the handlers were built against
   int ffi_minor;
-  // FFI target name -> XLA_FFI_Handler.
+  // Maps FFI target names to XLA_FFI_Handler.
   std::vector<std::pair<std::string, void*>> (*handlers)();
-  // Parses the problem key and chooses an instance. `target`: an architecture such as "sm_90a", a
+  // Parses a problem key and selects an instance. `target`: an architecture such as "sm_90a", a
   // product such as "h200", or empty for the devices of this process. Unimplemented: the problem is
-  // too large for the arithmetic of any kernel.
+  // too large for every kernel's arithmetic.
   Status (*select)(std::string_view key, std::string_view algorithm, std::string_view target,
                    Selection* selection);
-  // The same of a pass, by its key. Null, as pass_kernels, where the platform has no kernels of any.
+  // The same for a pass, by its key. Null, like pass_kernels, if the platform has no passes.
   Status (*plan_pass)(std::string_view key, std::string_view target, PassPlan* plan);
   std::vector<std::string> (*kernels)();
-  // Of every kernel of a pass its name, family and pass.
+  // The name, family and pass of every kernel of a pass.
   std::vector<std::array<std::string, 3>> (*pass_kernels)();
   std::vector<std::string> (*families)();
   std::vector<std::pair<std::string, std::string>> (*build_info)();

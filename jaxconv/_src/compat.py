@@ -35,38 +35,38 @@ from jax._src.lax import lax as _lax
 from jax.experimental import xla_metadata as _xla_metadata
 from jax.interpreters.mlir import ir as _ir
 
-# Turns every form of `precision` that jax.lax takes (None, names, enums, pairs), and the global
-# default, into None or a pair of Precision.
+# Converts every form of `precision` in jax.lax (None, names, enums, pairs), and the global default,
+# to None or a pair of Precision.
 canonicalize_precision = _lax.canonicalize_precision
 
-# Which dtypes of a result lax allows for which dtype of the operands; a TypeError for the others.
+# Checks that lax allows a result dtype for an operand dtype; otherwise a TypeError.
 validate_preferred_element_type = _lax._validate_preferred_element_type
 
-# The dtype that a dtype argument means, by the user's setting for 64-bit types.
+# The dtype of a dtype argument under the user's setting for 64-bit types.
 canonicalize_dtype = _dtypes.check_and_canonicalize_user_dtype
 
 
 @functools.cache
 def wider_dtype(a: np.dtype, b: np.dtype) -> np.dtype:
-    """A dtype that holds the values of both, whatever promotion the user allows implicitly."""
+    """A dtype that holds the values of both, independent of the user's promotion mode."""
     a, b = np.dtype(a), np.dtype(b)
     if a == b:
         return a
     try:
         with jax.numpy_dtype_promotion("standard"):
             return np.dtype(jnp.promote_types(a, b))
-    except _dtypes.TypePromotionError:  # numbers of 8 and fewer bits promote to nothing
+    except _dtypes.TypePromotionError:  # types of 8 bits and fewer have no promotion
         if a.itemsize == b.itemsize and jnp.issubdtype(b, jnp.floating):
             return np.dtype(np.float32)
         return max(b, a, key=lambda dtype: dtype.itemsize)
 
 
-# Evaluates a primitive outside jit by compiling it alone.
+# Evaluates a primitive outside jit by compiling it separately.
 apply_primitive = _dispatch.apply_primitive
 
-# Gives the operands of one primitive the same varying type inside `shard_map` (a replicated filter
-# beside a sharded batch), as lax does before it binds. Without it the gradient of the replicated
-# operand has the wrong type.
+# Gives the operands of a primitive the same varying type inside `shard_map` (a replicated filter, a
+# sharded batch), as lax does before it binds. Without it, the gradient of the replicated operand
+# has the wrong type.
 if hasattr(_core, "auto_insert_reshard"):
     match_varying = _core.auto_insert_reshard
 else:
@@ -74,7 +74,7 @@ else:
 
 
 def is_traced(value) -> bool:
-    """Whether a value is not known while tracing."""
+    """Whether a value is unknown at trace time."""
     return isinstance(value, _core.Tracer)
 
 
@@ -84,25 +84,25 @@ def is_tracing() -> bool:
 
 
 def current_trace() -> weakref.ref:
-    """The trace of the function that is being traced, which lives as long as its values."""
+    """The current trace, which lives as long as its values."""
     return weakref.ref(_core.trace_ctx.trace)
 
 
 def end_trace(trace: weakref.ref) -> None:
-    """Makes values of a trace that is over raise UnexpectedTracerError where they are used."""
+    """Makes values of a finished trace raise UnexpectedTracerError when used."""
     if (alive := trace()) is not None:
-        _core.Trace.invalidate(alive)  # JAX itself lets them pass, and the lowering then fails
+        _core.Trace.invalidate(alive)  # JAX itself accepts them, and the lowering then fails
 
 
 def check_alive(values) -> None:
-    """Raises UnexpectedTracerError for a traced value whose trace is over (``end_trace``)."""
+    """Raises UnexpectedTracerError for a value of a finished trace (``end_trace``)."""
     for value in values:
         if isinstance(value, _core.Tracer) and not value._trace.is_valid():
             raise _core.escaped_tracer_error(value)
 
 
 def report_nans(primitive) -> None:
-    """Makes ``checkify.nan_checks`` look at the results of a primitive."""
+    """Makes ``checkify.nan_checks`` test the results of a primitive."""
     _checkify.error_checks[primitive] = functools.partial(_checkify.nan_error_check, primitive)
 
 
@@ -111,29 +111,29 @@ set_xla_metadata = _xla_metadata.set_xla_metadata
 
 
 def xla_metadata_in_force() -> dict[str, Any]:
-    """The metadata of the operation that is being traced or lowered."""
+    """The metadata of the operation being traced or lowered."""
     return _xla_metadata_lib.current_xla_metadata() or {}
 
 
-# Goes on with the next operation, in a callback of `walk`.
+# Continues with the next operation, in a callback of `walk`.
 CONTINUE_WALK = _ir.WalkResult.ADVANCE
 
 # Whether every extent of a shape is a number (not a dimension variable of jax.export).
 is_constant_shape = _core.is_constant_shape
 
-# The user's code, in source locations and error messages, is what calls this package.
+# In source locations and error messages, the user's code is the caller of this package.
 _source_info.register_exclusion(os.path.dirname(os.path.dirname(__file__)))
 
 
-# Libraries between a user's model and jax.lax, by the module that each is imported as.
+# Libraries between a user's model and jax.lax, by module name.
 _FRAMEWORKS = ("equinox", "flax", "haiku", "jaxtyping", "keras", "optax", "qwix")
 
 
 def user_location(ctx) -> str:
-    """File, line and function of the user's code that a lowering context stems from, or "".
+    """File, line and function of the user's code of a lowering context, or "".
 
-    That is the innermost frame outside of JAX, this package and the model libraries; of a model
-    library where there is no other.
+    It is the innermost frame outside JAX, this package and the model libraries; without one, a
+    frame of a model library.
     """
     found = list(_source_info.user_frames(ctx.traceback))
     if not found:
@@ -145,24 +145,24 @@ def user_location(ctx) -> str:
     return f"{frame.file_name}:{frame.start_line} ({frame.function_name})"
 
 
-# Scopes of a name stack that JAX adds: of functions and of constructs of control.
+# Scopes that JAX adds to a name stack: functions and control flow.
 _CONSTRUCT = re.compile(
     r"jit\(.*\)|closed_call|while|body|body_pred|cond|branch_\d+_fun|checkpoint|shard_map"
 )
 
 
 def module_path(ctx) -> str:
-    """The named scopes that a lowering context stems from, such as Flax's modules, or ""."""
+    """The named scopes of a lowering context, such as Flax modules, or ""."""
     scopes = (e.name for e in ctx.name_stack.stack if isinstance(e, _source_info.Scope))
     names = (name for scope in scopes for name in scope.split("/") if name not in ("", "~"))
     return "/".join(name for name in names if not _CONSTRUCT.fullmatch(name))
 
 
 def lower_afresh(traced: jax.stages.Traced, **options) -> jax.stages.Lowered:
-    """``traced.lower``, also where JAX has this lowering of the program cached.
+    """``traced.lower``, even if JAX has cached this lowering of the program.
 
-    The cache has the program's identity as its key, so that a copy has an entry of its own, which
-    goes with the copy.
+    The cache's key is the program's identity, so a copy has a separate entry, which is freed with
+    the copy.
     """
     traced = copy.copy(traced)
     traced._params = {**traced._params, "jaxpr": traced._params["jaxpr"].replace()}
@@ -171,7 +171,7 @@ def lower_afresh(traced: jax.stages.Traced, **options) -> jax.stages.Lowered:
 
 
 def explain_errors(part: str, hint: str) -> None:
-    """Adds a hint to errors of XLA's compiler whose message contains ``part``."""
+    """Adds a hint to XLA compiler errors whose message contains ``part``."""
 
     def explained(error):
         return type(error)(f"{error}. {hint}") if part in str(error) else None
@@ -186,16 +186,16 @@ def set_attribute(value, name: str, number: int) -> None:
 
 
 def set_global(context, value) -> None:
-    """Sets a user context (``jax.make_user_context``) for all threads that do not set their own."""
-    getattr(context, "set_global", context._obj.set_global)(value)  # JAX 0.9 has the inner one only
+    """Sets a user context (``jax.make_user_context``) for all threads without their own value."""
+    getattr(context, "set_global", context._obj.set_global)(value)  # JAX 0.9 has only the inner one
 
 
 def rewrite_before_lowering(rewrite) -> None:
-    """Puts a function from programs (jaxprs, not closed) to programs in front of their lowering.
+    """Applies a function from jaxprs (not closed) to jaxprs before their lowering.
 
-    It sees every program on its own: the whole one, and the functions, branches and loop bodies in
-    it. JAX has no interface for this; where the function that lowers a program has another name,
-    programs are lowered as they are.
+    It receives every program separately: the whole one, and the functions, branches and loop bodies
+    in it. JAX has no interface for this; if its lowering function has another name, programs are
+    lowered unchanged.
     """
     name = "jaxpr_subcomp"
     original = getattr(_mlir, name, None)
@@ -217,7 +217,7 @@ def lowering_rule(primitive, platform: str):
 
 # --- sharding ---
 
-# What `tiling_partitions` raises for a tiling that is not one of the mesh.
+# Raised by `tiling_partitions` for a tiling that does not fit the mesh.
 NOT_A_TILING_OF_THE_MESH = (AssertionError, NotImplementedError, StopIteration, ValueError)
 
 
@@ -234,7 +234,7 @@ def tiling_devices(tiling) -> tuple[int, ...]:
 
 
 def _manual_axes(ctx) -> set[str]:
-    # JAX 0.9 forgets the axes of an outer `shard_map` here; types know them.
+    # JAX 0.9 omits the axes of an outer `shard_map` here; types have them.
     found = set(ctx.module_context.axis_context.manual_axes)
     for aval in ctx.avals_in:
         mesh = aval.sharding.mesh
@@ -244,10 +244,10 @@ def _manual_axes(ctx) -> set[str]:
 
 
 def device_axes(ctx) -> tuple[tuple[int, bool], ...]:
-    """The axes in which the devices of a lowered program are arranged: size, and whether manual.
+    """The axes of a lowered program's devices: size, and whether manual.
 
-    Empty where there is nothing for XLA's partitioner to split: on one device, where all axes are
-    manual, and in an exported program, which may outlive the partitioner's callback.
+    Empty if XLA's partitioner has nothing to split: on one device, if all axes are manual, and in
+    an exported program, which may outlive the partitioner's callback.
     """
     module = ctx.module_context
     axes = module.axis_context
@@ -277,10 +277,10 @@ def split_over_all(ctx) -> tuple[Any, Any]:
 
 
 def placed_context(count: int):
-    """A lowering context of automatic sharding over ``count`` devices.
+    """A lowering context for automatic sharding over ``count`` devices.
 
-    JAX asks which devices they are only to wrap XLA's shardings in an object, of which nothing but
-    the sharding is used; the program may be for devices that are not in this process.
+    JAX needs the devices only to wrap XLA's shardings in an object, of which only the sharding is
+    used; the program may be for devices outside this process.
     """
     return _sharding_impls.ShardingContext(count, (jax.devices()[0],) * count)
 
@@ -289,10 +289,10 @@ _NAMING = threading.Lock()
 
 
 def name_partitioner(module_context, result, name: str) -> None:
-    """Calls the callback of a lowered ``custom_partitioning`` by a name, not by its address.
+    """Identifies the callback of a lowered ``custom_partitioning`` by a name, not its address.
 
     Args:
-        module_context: of the program being lowered.
+        module_context: the context of the program being lowered.
         result: a result of the call.
         name: part of the program, and so of its key in JAX's persistent cache. It stands for all
             that decides what the callback answers: calls of one name share one callback, which
@@ -306,13 +306,13 @@ def name_partitioner(module_context, result, name: str) -> None:
     callback.module_context = types.SimpleNamespace(
         platforms=module_context.platforms, backend=module_context.backend
     )
-    with _NAMING:  # the table holds no value alive
+    with _NAMING:  # the table keeps no value alive
         callback = table.setdefault(name.encode(), callback)
     module_context.add_keepalive(callback)
     call.attributes["backend_config"] = _ir.StringAttr.get(name)
 
 
-# Raised while tracing for types whose shardings do not go together on an explicit mesh.
+# Raised at trace time for types with incompatible shardings on an explicit mesh.
 ShardingTypeError = _core.ShardingTypeError
 
 
@@ -323,20 +323,20 @@ def canonical_out_sharding(sharding, name: str):
 
 # --- differentiation ---
 
-# Where JAX differentiates a user's function: `grad`, `vjp`, `linearize` and `jacrev` begin with the
-# first, `jvp` and `jacfwd` with the second, `hessian` with both.
+# The functions by which JAX differentiates a user's function: `grad`, `vjp`, `linearize` and
+# `jacrev` call the first, `jvp` and `jacfwd` the second, `hessian` both.
 _DIFFERENTIATION = ((_ad, "linearize"), (_api, "_jvp"))
 
 
 def replace_differentiated(replaced: Callable[[Callable], Callable]) -> None:
-    """Makes JAX differentiate ``replaced(function)`` in the place of each function.
+    """Makes JAX differentiate ``replaced(function)`` instead of each function.
 
     Args:
-        replaced: called in the thread and in the trace that differentiate. The function that it
-            takes may be called any number of times, with positional arguments.
+        replaced: called in the thread and trace of the differentiation. Its argument may be called
+            any number of times, with positional arguments.
 
     Raises:
-        AttributeError: this JAX differentiates elsewhere. Nothing has changed.
+        AttributeError: this version of JAX differentiates elsewhere; nothing has changed.
     """
 
     def within(original: Callable) -> Callable:
@@ -356,7 +356,7 @@ def replace_differentiated(replaced: Callable[[Callable], Callable]) -> None:
 
 
 def _replaced_wrapped(function: Any, replaced: Callable[[Callable], Callable]) -> Any:
-    """The same of a ``WrappedFun``, which leaves the trees of its results in stores, once."""
+    """The same for a ``WrappedFun``, which stores the trees of its results, once."""
 
     def call(*args: Any) -> Any:
         for store in function.stores:
@@ -379,16 +379,16 @@ def open_jaxpr(jaxpr):
 
 
 def with_jaxpr(closed, jaxpr):
-    """A jaxpr as closed as ``closed``, with the equations of another one."""
+    """A jaxpr closed like ``closed``, with the equations of another one."""
     return closed.replace(jaxpr=jaxpr) if hasattr(closed, "jaxpr") else jaxpr
 
 
-# A variable of a program, of a given type.
+# A variable of a program with a given type.
 variable = _core.gensym()
 
 
 def located_at(eqn):
-    """What is traced meanwhile stems from where ``eqn`` does, and in its circumstances."""
+    """A context in which traced operations get the source location and context of ``eqn``."""
     stack = contextlib.ExitStack()
     source = eqn.source_info
     stack.enter_context(_source_info.user_context(source.traceback, name_stack=source.name_stack))
@@ -397,7 +397,7 @@ def located_at(eqn):
 
 
 def varying(*avals):
-    """A context in which arrays of these types keep the mesh axes they vary over (shard_map)."""
+    """A context in which arrays of these types keep their varying mesh axes (shard_map)."""
     stack = contextlib.ExitStack()
     for aval in avals:
         kind = getattr(aval, "mat", aval)
@@ -411,19 +411,19 @@ def varying(*avals):
 
 
 def transposed(eqn):
-    """Whether JAX made an equation as it transposed a program, as for its gradient."""
+    """Whether an equation comes from JAX's transpose of a program, as in a gradient."""
     stack = eqn.source_info.name_stack.stack
     return any(isinstance(e, _source_info.Transform) and e.name == "transpose" for e in stack)
 
 
 def within(outer, eqn):
-    """An equation of a function that ``outer`` calls, as one of the caller."""
+    """An equation of a function called by ``outer``, as an equation of the caller."""
     names = outer.source_info.name_stack + eqn.source_info.name_stack
     return eqn.replace(source_info=eqn.source_info.replace(name_stack=names))
 
 
 def annotated(eqn, **metadata: str):
-    """An equation with XLA metadata, which its lowering sees."""
+    """An equation with XLA metadata, which its lowering can read."""
     with eqn.ctx.manager, _xla_metadata.set_xla_metadata(**metadata):
         return _core.new_jaxpr_eqn(
             eqn.invars, eqn.outvars, eqn.primitive, eqn.params, eqn.effects, eqn.source_info
@@ -436,7 +436,7 @@ def metadata(eqn) -> dict[str, Any]:
 
 
 def inlinable(eqn) -> bool:
-    """Whether a call of a jitted function says nothing but what it computes."""
+    """Whether a jitted function's call has no options beyond its computation."""
     params = eqn.params
     unspecified = all(
         isinstance(s, _sharding_impls.UnspecifiedValue)
@@ -447,10 +447,10 @@ def inlinable(eqn) -> bool:
     return unspecified and not (laid_out or donated or params.get("compiler_options_kvs"))
 
 
-# Runs a program: one with its constants, or the equations and the constants apart.
+# Runs a program: a closed one, or equations and constants separately.
 eval_jaxpr = jax.core.eval_jaxpr
 
 
 def same_type(a, b) -> bool:
-    """Whether two arrays' types are one, with their shardings and the mesh axes they vary over."""
+    """Whether two arrays have one type, including shardings and varying mesh axes."""
     return _core.typematch(a, b)

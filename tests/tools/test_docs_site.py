@@ -130,3 +130,14 @@ def test_a_link_to_a_source_that_is_not_there_fails(hooks):
     assert made("[`a`](../cc/CMakeLists.txt) [b](export.md)") == "`a` [b](export.md)"
     with pytest.raises(ValueError, match=r"no such file: \.\./cc/nothing\.h"):
         made("[a](../cc/nothing.h)")
+
+
+def test_prose_has_at_most_120_columns():
+    fenced = re.compile(r"^ *```.*?^ *```$", re.MULTILINE | re.DOTALL)
+    pages = [REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md", *DOCS.rglob("*.md")]
+    for file in pages:
+        if file.name in ("performance.md", "sharding.md"):  # edited in another branch
+            continue
+        text = fenced.sub("", file.read_text())
+        prose = [x for x in text.splitlines() if not x.lstrip().startswith("|") and x[:4] != "    "]
+        assert [x for x in prose if len(x) > 120] == [], file.name

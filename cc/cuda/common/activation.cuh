@@ -1,9 +1,9 @@
 // Activations of float sums.
 //
-// Quick ones are one to six instructions and stand beside every store. The others are 10 to 30,
-// which would fill the instruction cache if each of a thread's 64 to 160 sums had a copy of them:
-// stores apply them in a loop that is not unrolled. No function here is called; a call beside wgmma
-// makes ptxas serialise it.
+// Quick activations take one to six instructions and are inlined in every store. The others take 10
+// to 30; a copy for each of a thread's 64 to 160 sums would fill the instruction cache, so stores
+// apply them in a loop that is not unrolled. All functions here are inlined, because a call beside
+// wgmma makes ptxas serialise it.
 #ifndef JAXCONV_CUDA_COMMON_ACTIVATION_CUH_
 #define JAXCONV_CUDA_COMMON_ACTIVATION_CUH_
 
@@ -27,7 +27,7 @@ __device__ __forceinline__ bool IsQuick(Activation activation) {
 }
 
 // exp(x + low), or exp(x), = power * value. x * log2(e) = n + f with n in [-126, 126]: saturation
-// clamps n, and a sum with 1.5 * 2^23 has it in its last bits.
+// clamps n, and adding 1.5 * 2^23 moves n to the last bits.
 struct Exponential {
   float value, power;
 };
@@ -47,8 +47,8 @@ __device__ __forceinline__ float Logistic(float x) {
 }
 
 // The bounds of an activation that clamps (none, relu, relu6), for two 16-bit elements in a word.
-// NaN stays. Rounding keeps the order, and the bounds are numbers of the type: to round and then
-// clamp gives what to clamp and then round gives.
+// NaN stays NaN. Rounding is monotonic and the bounds are representable, so rounding and clamping
+// commute.
 template <typename T>
 struct PairBounds {
   using Pair = std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloat162>;
@@ -98,7 +98,7 @@ __device__ __forceinline__ void ActivateQuick(Activation activation, float negat
   }
 }
 
-// v / 2 * (1 + tanh(u)) = v * sigmoid(2 u), of which the exponent is -2 u = -v (linear + cubic
+// v / 2 * (1 + tanh(u)) = v * sigmoid(2 u); the sigmoid's exponent is -2 u = -v (linear + cubic
 // v^2).
 __device__ __forceinline__ float GeluTanh(float v) {
   constexpr float kLinear = -1.5957691f, kCubic = -0.071354816f;
@@ -106,8 +106,8 @@ __device__ __forceinline__ float GeluTanh(float v) {
   return v * Logistic(x);
 }
 
-// Q(a) = Phi(-a) = exp(-a^2 / 2) R(a) of a = |c| <= 15: R(a), and the exponential. R(a) (a + 3) is
-// a polynomial in (a - 3) / (a + 3), fitted to erfcx: relative error 4.9e-8. Q(15) is zero.
+// R(a) and the exponential of Q(a) = Phi(-a) = exp(-a^2 / 2) R(a), for a = |c| <= 15. R(a) (a + 3)
+// is a polynomial in (a - 3) / (a + 3), fitted to erfcx: relative error 4.9e-8. Q(15) is zero.
 struct NormalTail {
   float ratio;
   Exponential exp;
@@ -133,7 +133,7 @@ __device__ __forceinline__ float Gelu(float v) {
   return fmaf(-fabsf(MinNan(v, 15)), tail.ratio * tail.exp.value * tail.exp.power, MaxNan(v, 0));
 }
 
-// 1 - 2 / (1 + exp(2 |v|)), near zero, where that cancels, v + v^3 P(v^2).
+// 1 - 2 / (1 + exp(2 |v|)); near zero, where this cancels, v + v^3 P(v^2).
 __device__ __forceinline__ float Tanh(float v) {
   const float a = fabsf(v), square = v * v;
   const float large = fmaf(-2, Logistic(2 * a), 1);
@@ -144,9 +144,8 @@ __device__ __forceinline__ float Tanh(float v) {
   return a < 0.6f ? fmaf(v, p, v) : copysignf(large, v);
 }
 
-// One of the others, within 4 units of the last place of float32 (gelu 6), but for what a rounded
-// exponent costs gelu by tanh where it vanishes: 16 units at -3, 60 at -6. Results below 1e-36 may
-// be zero.
+// An activation that is not quick, within 4 ulp of float32 (gelu 6). Exception: where gelu_tanh
+// vanishes, the rounded exponent costs 16 ulp at -3 and 60 at -6. Results below 1e-36 may be zero.
 template <int kCount>
 __device__ __forceinline__ void ActivateSlow(Activation activation, float (&v)[kCount]) {
   if (activation == Activation::kSilu) {
@@ -177,7 +176,7 @@ __device__ __forceinline__ void Activate(Activation activation, float negative_s
   }
 }
 
-// The same of one value, by the CUDA library's functions: with those above few_channels spills.
+// The same for one value, by CUDA's math functions: with the functions above, few_channels spills.
 __device__ __forceinline__ float ActivateByLibrary(Activation activation, float negative_slope,
                                                    float v) {
   if (IsQuick(activation)) {

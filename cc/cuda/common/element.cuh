@@ -1,4 +1,4 @@
-// Element types: quads of them, and the way to and from float.
+// Element types: vectors of four, and conversions to and from float.
 #ifndef JAXCONV_CUDA_COMMON_ELEMENT_CUH_
 #define JAXCONV_CUDA_COMMON_ELEMENT_CUH_
 
@@ -48,7 +48,7 @@ __device__ inline __nv_bfloat16 FromFloat<__nv_bfloat16>(float value) {
   return __float2bfloat16_rn(value);
 }
 
-// `kWidth` (1 or 4) neighbouring elements as they lie in memory, in as few registers.
+// `kWidth` (1 or 4) neighbouring elements, packed in registers as in memory.
 template <typename T, int kWidth>
 struct Pack;
 template <typename T>
@@ -100,8 +100,8 @@ __device__ __forceinline__ uint32_t PackPair<__half>(float first, float second) 
   return word;
 }
 
-// kWidth neighbouring elements, up to 16 bytes, loaded and stored as one vector at an address that
-// is aligned to it.
+// kWidth neighbouring elements, up to 16 bytes, loaded and stored as one vector at an address
+// aligned to its size.
 template <typename T, int kWidth>
 struct Neighbours {
   static constexpr int kBytes = kWidth * sizeof(T);
@@ -147,7 +147,7 @@ struct Neighbours {
   __device__ __forceinline__ void Store(T* to) const { *reinterpret_cast<Raw*>(to) = raw; }
 };
 
-// Four neighbouring elements at an address that is aligned to them.
+// Stores four neighbouring elements at an address aligned to their size.
 __device__ inline void StoreQuad(float* to, const float* quad) {
   *reinterpret_cast<float4*>(to) = make_float4(quad[0], quad[1], quad[2], quad[3]);
 }
@@ -161,8 +161,8 @@ __device__ inline void StoreQuad(T* to, const float* quad) {
   *reinterpret_cast<uint2*>(to) = packed;
 }
 
-// Zeros for a row of any tile: where a load that lies in the padding points, so that the hot loop
-// needs no predicate.
+// Zeros for a row of any tile. Loads in the padding read them, so that the hot loop needs no
+// predicate.
 static __device__ const uint4 kZeroRow[32] = {};
 
 template <typename T>

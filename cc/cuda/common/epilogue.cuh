@@ -1,10 +1,9 @@
-// Epilogues: what happens to an accumulator on its way to the output.
+// Epilogues: operations on an accumulator before it is stored.
 //
 // Every kernel's store and the split-K reduction take an epilogue type, a member of the instance's
 // tag (Tag::Epilogue; PlainEpilogue unless it says otherwise). They call it with each finished sum
-// and where the sum lies, and once for every tile when the tile's outputs are stored. All arguments
-// are values that a plain epilogue ignores, so the compiler removes their computation: an instance
-// with PlainEpilogue costs what it would cost without the interface.
+// and its position, and once for every tile after the tile is stored. PlainEpilogue ignores these
+// arguments, so the compiler removes their computation, and the interface costs nothing.
 #ifndef JAXCONV_CUDA_COMMON_EPILOGUE_CUH_
 #define JAXCONV_CUDA_COMMON_EPILOGUE_CUH_
 
@@ -17,15 +16,15 @@
 
 namespace jaxconv {
 
-// Where one element of the result lies.
+// The position of one element of the result.
 struct OutputPlace {
   int64_t offset;   // in the output, in elements
   int32_t row;      // output pixel, counted over the images of a batch (wgrad: row of the filter)
-  int32_t channel;  // of all output channels
+  int32_t channel;  // counted over all groups
   bool inside;      // false: a lane without an element; nothing may be read for it
 };
 
-// The identity: what the convolution primitives use. Acc is float or int32_t.
+// The identity, which the convolution primitives use. Acc is float or int32_t.
 struct PlainEpilogue {
   static constexpr bool kPlain = true;
   __device__ explicit PlainEpilogue(const EpilogueParams&) {}
@@ -33,28 +32,27 @@ struct PlainEpilogue {
   __device__ __forceinline__ Acc operator()(Acc sum, const OutputPlace&) const {
     return sum;
   }
-  // A tile's rows [m_first, m_end) and channels [channel_first, channel_end) are stored; every
-  // thread that stored some of them calls it.
+  // Called after rows [m_first, m_end) and channels [channel_first, channel_end) of a tile are
+  // stored, by every thread that stored some of them.
   __device__ __forceinline__ void FinishTile(int32_t, int32_t, int32_t, int32_t) const {}
 };
 
-// The factors and summands of kWidth neighbouring output channels.
+// Scale and bias of kWidth neighbouring output channels.
 template <int kWidth>
 struct ChannelTerms {
   float scale[kWidth], bias[kWidth];
 };
 
-// Whether an epilogue takes so few instructions that they may stand beside every sum: no second
-// result, and the activation is to clamp.
+// Whether an epilogue is short enough to be inlined for every sum: no second result, and the
+// activation is a clamp.
 __device__ __forceinline__ bool Clamps(const EpilogueParams& params) {
   return params.pre == nullptr && params.activation <= Activation::kRelu6;
 }
 
 // Scale, bias, residual and activation. Stores that hold several neighbouring channels of a pixel
-// take them together (Terms, Scale, Add), so that scale and bias are loaded once for all of a
-// thread's pixels and the residual as vectors; others call it for each element. Nothing is loaded
-// as constant (ld.global.nc): a kernel that starts while the one in front of it ends is launched
-// before its operands are written.
+// process them together (Terms, Scale, Add): scale and bias are loaded once for all of a thread's
+// pixels, the residual as vectors. Other stores call it for each element. No load is ld.global.nc,
+// because a kernel that overlaps the previous kernel is launched before its operands are written.
 struct FusedEpilogue {
   static constexpr bool kPlain = false;
   static constexpr bool partial = false;
@@ -62,7 +60,7 @@ struct FusedEpilogue {
   __device__ __forceinline__ const FusedEpilogue& Whole() const { return *this; }
   __device__ explicit FusedEpilogue(const EpilogueParams& p) : params(p) {}
 
-  // kByLibrary: where registers are scarce.
+  // kByLibrary: uses CUDA's math functions, for kernels with few free registers.
   template <typename Out, bool kByLibrary = false, typename Acc>
   __device__ __forceinline__ float operator()(Acc sum, const OutputPlace& at) const {
     if (!at.inside) return 0;
@@ -80,7 +78,7 @@ struct FusedEpilogue {
   }
   __device__ __forceinline__ void FinishTile(int32_t, int32_t, int32_t, int32_t) const {}
 
-  // Of channels [channel, channel + kWidth); where kWidth is a multiple of 2 or 4, so is `channel`.
+  // Loads channels [channel, channel + kWidth); if kWidth is a multiple of 2 or 4, so is `channel`.
   template <int kWidth>
   __device__ __forceinline__ ChannelTerms<kWidth> Terms(int32_t channel) const {
     ChannelTerms<kWidth> terms;
@@ -89,22 +87,22 @@ struct FusedEpilogue {
     return terms;
   }
 
-  // Of kWidth channels from an output offset on, which is a multiple of kWidth. Only where there is
-  // a residual.
+  // Loads kWidth channels from an output offset on, a multiple of kWidth. Only if there is a
+  // residual.
   template <typename Out, int kWidth>
   __device__ __forceinline__ Neighbours<Out, kWidth> Residual(int64_t offset) const {
     return Neighbours<Out, kWidth>::Load(static_cast<const Out*>(params.residual) + offset);
   }
 
-  // Sums and scale and bias of their channels.
+  // Applies scale and bias to the sums of their channels.
   template <int kWidth>
   static __device__ __forceinline__ void Scale(const ChannelTerms<kWidth>& terms, float* values) {
 #pragma unroll
     for (int e = 0; e < kWidth; ++e) values[e] = fmaf(values[e], terms.scale[e], terms.bias[e]);
   }
 
-  // Scaled sums -> t, which is stored where a second result is wanted. `residual` is read where
-  // there is one.
+  // Completes scaled sums to t, which is stored if a second result is requested. `residual` is read
+  // if there is one.
   template <typename Out, int kWidth>
   __device__ __forceinline__ void Add(float (&values)[kWidth],
                                       const Neighbours<Out, kWidth>& residual,
@@ -133,7 +131,7 @@ struct FusedEpilogue {
   }
 };
 
-// An epilogue that leaves the partial sums of split-K slices alone: the reduction finishes their
+// Stores the partial sums of split-K slices unchanged; the reduction applies the epilogue to their
 // sum.
 template <class Epilogue>
 struct WholeSumsOnly {
@@ -152,7 +150,7 @@ struct WholeSumsOnly {
   }
 };
 
-// The epilogue of a kernel whose slices, if it has several, store partial sums.
+// The epilogue of a kernel that may have several slices, which then store partial sums.
 template <class Epilogue>
 __device__ __forceinline__ auto MakeEpilogue(const EpilogueParams& params, bool partial) {
   if constexpr (Epilogue::kPlain) {
@@ -162,7 +160,7 @@ __device__ __forceinline__ auto MakeEpilogue(const EpilogueParams& params, bool 
   }
 }
 
-// The pointers of a launch.
+// Sets the pointers of a launch.
 inline void BindEpilogue(const Operands& operands, EpilogueParams* params) {
   params->scale = operands.scale;
   params->bias = operands.bias;

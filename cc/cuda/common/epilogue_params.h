@@ -9,35 +9,36 @@
 
 namespace jaxconv {
 
-// Of some rows of a channel: the sum of its elements, and of their squares.
+// The sums of a channel's elements and of their squares over some rows.
 struct ChannelSums {
   double sum, squares;
 };
 
 // t = scale * sum + bias + residual; y = activation(t), then rounded to the output type. Scale and
-// bias have one float for each output channel, the residual has the output's shape and type, and so
-// has `pre`, to which t is stored. Null leaves a term out.
+// bias hold one float for each output channel. The residual, and `pre` to which t is stored, have
+// the output's shape and type. Null omits a term.
 struct EpilogueParams {
   const float* scale = nullptr;
   const float* bias = nullptr;
   const void* residual = nullptr;
   void* pre = nullptr;
   Activation activation = Activation::kNone;
-  float negative_slope = 0;  // of kLeakyRelu
-  // Where the sums of y are wanted (merge_moments.h): for each slot and channel, behind so many
-  // counters, which the kernel sets to 0. Null: they are not. The first tiles of rows are joined,
-  // by each consumer of a CTA in one of the first slots; each further tile has a slot of its own.
+  float negative_slope = 0;  // for kLeakyRelu
+  // The destination of the sums of y (merge_moments.h) for each slot and channel; null: no
+  // statistics. moment_counters counters precede it, which the kernel sets to 0. Each consumer of a
+  // CTA joins its share of the first joined_tiles tiles in one of the first joined_slots slots;
+  // each further tile has its own slot.
   ChannelSums* moments = nullptr;
   int32_t joined_tiles = 0, joined_slots = 0;
   int32_t moment_counters = 0;
 
   EpilogueParams() = default;
-  // What a plan knows; the pointers come with a launch.
+  // The fields that a plan knows; a launch sets the pointers.
   explicit EpilogueParams(const Epilogue& epilogue)
       : activation(epilogue.activation), negative_slope(epilogue.negative_slope) {}
 };
 
-// Bytes that an epilogue moves beside the result: the residual and the result before activation.
+// Bytes that an epilogue moves in addition to the result: the residual and the pre-activation.
 inline int64_t EpilogueBytes(const ConvProblem& problem) {
   const int tensors = int{problem.epilogue.residual} + int{problem.epilogue.pre};
   return tensors * problem.y_elements() * ByteWidth(problem.y_dtype);

@@ -1,9 +1,9 @@
-// Sums that wait in shared memory -> fused epilogue -> output, 16 bytes of output a lane.
+// Applies the fused epilogue to sums in shared memory and stores 16 bytes of output a lane.
 //
 // All vectors of a lane have the same channels, so that scale and bias are loaded once for them.
-// Residuals are loaded before the sums are stored to shared memory, all at once: a warp waits for
-// them once. A slow activation (activation.cuh) gets a second pass: t goes back to where the sum
-// lay, and a loop that is not unrolled finishes one vector at a time.
+// All residuals are loaded before the sums are stored to shared memory, so a warp waits for them
+// once. A slow activation (activation.cuh) takes a second pass: t replaces the sum in shared
+// memory, and a loop that is not unrolled finishes one vector at a time.
 #ifndef JAXCONV_CUDA_COMMON_FINISH_STAGED_CUH_
 #define JAXCONV_CUDA_COMMON_FINISH_STAGED_CUH_
 
@@ -15,11 +15,11 @@
 
 namespace jaxconv {
 
-// kVectors vectors of a lane. kAhead: scale and bias are loaded once and kept in registers, and the
-// residuals are loaded ahead; where a thread has no registers for that, all are loaded for one
-// vector after another, of which kUnroll are under way, and a vector may have 8 bytes. A functor
-// offset_of(i) gives the output offset of vector i, or a negative number where nothing is stored;
-// all lanes of the warp call it.
+// Finishes a lane's kVectors vectors. kAhead: scale and bias are loaded once and kept in registers,
+// and the residuals are loaded ahead. Without kAhead, for lack of registers, all are loaded vector
+// by vector, kUnroll in flight, and a vector may have 8 bytes. A functor offset_of(i) gives the
+// output offset of vector i, or a negative number where nothing is stored; all lanes of the warp
+// call it.
 template <typename Out, int kVectors, bool kAhead = true, int kUnroll = kVectors, int kBytes = 16>
 struct StagedVectors {
   static constexpr int kWidth = kBytes / sizeof(Out);
@@ -28,7 +28,7 @@ struct StagedVectors {
   Neighbours<Out, kWidth> residual[kAhead ? kVectors : 1];
   bool slow;
 
-  // What global memory has of them. `inside`: whether the channels are the output's.
+  // Loads scale, bias and residuals from global memory. `inside`: whether the channels exist.
   template <typename OffsetOf>
   __device__ __forceinline__ StagedVectors(const FusedEpilogue& epilogue, int32_t channel,
                                            bool inside, OffsetOf offset_of)
@@ -111,7 +111,8 @@ struct StagedRows {
         kColumns == 64 ? chunk ^ chunk / 8 ^ row % 4 * 2 : chunk ^ (row % 4 * 2 + row % 2);
     return staging + row * (kColumns * 4) + swizzled * 16;
   }
-  // Of 8 columns after another: columns 2 t and 2 t + 1 of rows g and g + 8, with lane = 4 g + t.
+  // `fragments`: for each 8 columns, columns 2 t and 2 t + 1 of rows g and g + 8, with lane = 4 g +
+  // t.
   __device__ __forceinline__ void Store(int lane, const float* fragments) const {
 #pragma unroll
     for (int j = 0; j < kColumns / 8; ++j) {
@@ -120,7 +121,7 @@ struct StagedRows {
       StorePair(at + 8 * kColumns * 4, fragments[4 * j + 2], fragments[4 * j + 3]);
     }
   }
-  // Where a lane's vectors lie: their row and the first of their columns.
+  // Row, Column: the row of a lane's vector i and its first column.
   static __device__ __forceinline__ int Row(int lane, int i) {
     return i * (32 / kLanesOfRow) + lane / kLanesOfRow;
   }

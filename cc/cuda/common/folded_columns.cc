@@ -5,7 +5,7 @@
 namespace jaxconv {
 namespace {
 
-// Windows along an axis that follow one another without padding, gaps or a rest.
+// Whether the windows along an axis follow each other without padding, gaps or a remainder.
 bool Patches(const ConvProblem& problem, int axis) {
   return problem.stride[axis] == problem.filter[axis] && problem.dilation[axis] == 1 &&
          problem.lhs_dilation[axis] == 1 && problem.pad_lo[axis] == 0 &&
@@ -17,8 +17,8 @@ bool Patches(const ConvProblem& problem, int axis) {
 bool FoldColumns(const ConvProblem& problem, ConvProblem* folded) {
   constexpr int kColumns = 2;
   const int64_t columns = problem.filter[kColumns];
-  // A group's channels are not neighbours of the next pixel's; other layouts have an order of their
-  // own. An epilogue belongs to y, which stays as it is.
+  // With groups, a group's channels are not adjacent to the next pixel's; other layouts have
+  // another order. An epilogue applies to y, which folding does not change.
   if (columns == 1 || !Patches(problem, kColumns) || problem.groups != 1 ||
       !problem.RequireRsckOrKrsc().ok() || !problem.RequireChannelsLast().ok()) {
     return false;
@@ -33,7 +33,7 @@ bool FoldColumns(const ConvProblem& problem, ConvProblem* folded) {
 bool FoldRows(const ConvProblem& problem, ConvProblem* folded) {
   int axis = 0;
   while (axis < 2 && problem.filter[axis] == 1 && Patches(problem, axis)) ++axis;
-  // Terms of an image belong to more than the rows of one window.
+  // Scales that depend on the image apply to more than the rows of one window.
   if (axis == 2 || problem.out[axis] == 1 || !Patches(problem, axis) ||
       !problem.RequireRsckOrKrsc().ok() || !problem.RequireChannelsLast().ok() ||
       problem.epilogue.scale == ScaleKind::kImage) {
@@ -57,7 +57,8 @@ Status MakePlan(const KernelDesc& kernel, const ConvProblem& problem, const Gpu&
   Plan of_best;
   for (int i = count - 1; i >= 0; --i) {
     Plan of_form;
-    // Alone, or where the others are refused: the refusal names the problem as it was asked for.
+    // If only this problem remains, or all others are refused, the refusal names the caller's
+    // problem.
     if (i == 0 && of_best.kernel == nullptr) return kernel.plan(kernel, problem, gpu, slices, plan);
     if (!kernel.plan(kernel, forms[i], gpu, 0, &of_form).ok()) continue;
     if (of_best.kernel != nullptr && of_form.microseconds > of_best.microseconds) continue;

@@ -1,21 +1,21 @@
 // Patches: windows that do not overlap, without padding.
 //
-// Where a window's columns are as many as its stride, S neighbouring pixels of C channels are one
-// pixel of S C channels, in memory as they lie:
+// If S equals the column stride, S neighbouring pixels of C channels are one pixel of S C channels,
+// without moving data:
 //
 //     x (N, H, W, C)   = (N, H, W / S, S C)
 //     w (R, S, C, K)   = (R, 1, S C, K)         krsc: (K, R, S, C) = (K, R, 1, S C)
 //
-// The folded problem has the same results in the same places. Its pixels are S times as long, for
-// copies of 16 bytes and for the k-blocks of a GEMM: a ViT's 3 channels become 48, a ConvNeXt's
-// downsampling of 96 becomes 192.
+// The folded problem has the same results in the same places. Its pixels are S times as long, which
+// suits 16-byte copies and the k-blocks of a GEMM: the 3 channels of a ViT become 48, the 96 of a
+// ConvNeXt downsampling 192.
 //
-// Where its rows are as many as their stride, the R rows of a window are an image:
+// If R equals the row stride, the R rows of a window are an image:
 //
 //     x (N, H, W, C)   = (N H / R, R, W, C)
 //     y (N, P, Q, K)   = (N P, 1, Q, K)
 //
-// without a stride, of which TMA takes at most 8 and which splits a data gradient into classes.
+// This removes the stride, which TMA limits to 8 and which splits a dgrad into residue classes.
 #ifndef JAXCONV_CUDA_COMMON_FOLDED_COLUMNS_H_
 #define JAXCONV_CUDA_COMMON_FOLDED_COLUMNS_H_
 
@@ -28,13 +28,14 @@
 
 namespace jaxconv {
 
-// False where the problem cannot be folded. FoldRows: along the outermost axis that has windows.
+// Returns false if the problem cannot be folded. FoldRows folds the outermost axis that has
+// windows.
 bool FoldColumns(const ConvProblem& problem, ConvProblem* folded);
 bool FoldRows(const ConvProblem& problem, ConvProblem* folded);
 
-// The kernel's plan for the problem, with folded columns or with folded columns and rows, whichever
-// is predicted fastest. The choice does not depend on the slices, so that a call finds the plan
-// that selection predicted.
+// The kernel's fastest predicted plan: for the problem, with folded columns, or with folded columns
+// and rows. The choice does not depend on `slices`, so that a call gets the plan that selection
+// predicted.
 Status MakePlan(const KernelDesc& kernel, const ConvProblem& problem, const Gpu& gpu,
                 int64_t slices, Plan* plan);
 

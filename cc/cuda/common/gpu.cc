@@ -8,7 +8,7 @@ namespace jaxconv {
 namespace {
 
 struct Product {
-  const char* target;   // what a user calls it
+  const char* target;   // the user's name for it
   const char* in_name;  // part of the driver's name
   int cc_major, cc_minor, sm_count;
   int64_t smem_kib, l2_mib;
@@ -16,10 +16,10 @@ struct Product {
   bool measured;
 };
 
-// Of each capability the first line is its usual part. The data sheets' DRAM rates are peaks; of an
-// H200's 4.8 TB/s and an H100's 3.35 a large copy reaches 0.9, which stands in for the others too.
-// mma.sync on Hopper issues m16n8k16 every 1.5 clocks, two thirds of wgmma's rate. A launch was
-// measured on an H200 and is taken for all.
+// The first line of each capability is its usual part. The data sheets state peak DRAM rates; a
+// large copy reaches 0.9 of an H200's 4.8 TB/s and of an H100's 3.35, and the model assumes 0.9 for
+// all. mma.sync on Hopper issues m16n8k16 every 1.5 clocks, two thirds of wgmma's throughput. The
+// launch time was measured on an H200 and is assumed for all.
 constexpr double kCopyShare = 0.9;
 constexpr double kLaunchUs = 1.7;
 constexpr Product kProducts[] = {

@@ -6,14 +6,14 @@
 namespace jaxconv {
 namespace {
 
-// Shared memory that the runtime keeps for each CTA.
+// Shared memory that the runtime reserves for each CTA.
 constexpr int64_t kReservedBytesOfCta = 1024;
 constexpr int64_t kMaxItems = int64_t{1} << 30;
 constexpr int64_t kMaxWorkspaceBytes = 64'000'000;
 constexpr int64_t kMaxSlices = 1024;
 
-// The slices whose waves of CTAs take the least time together; more slices than another number only
-// where they are 5 % faster, since their sums are added as well.
+// The number of slices with the least total time of its waves. A larger number must be 5 % faster
+// than a smaller one, because the slices must be summed.
 int64_t ChooseSlices(int64_t parts, int64_t resident, int64_t most) {
   auto time = [&](int64_t slices) {
     return static_cast<double>(CeilDiv(parts * slices, resident)) / static_cast<double>(slices);
@@ -32,7 +32,7 @@ void DescribeAxes(const ConvProblem& problem, HaloParams* params) {
   for (int a = 0; a < 3; ++a) {
     Axis& axis = params->axis[a];
     axis.taps = static_cast<int32_t>(problem.filter[a]);
-    // One tap has no distance to the next.
+    // A single tap needs no dilation.
     axis.dilation = static_cast<int32_t>(problem.filter[a] > 1 ? problem.dilation[a] : 1);
     axis.in = static_cast<int32_t>(dgrad ? problem.out[a] : problem.in[a]);
     axis.out = static_cast<int32_t>(dgrad ? problem.in[a] : problem.out[a]);
@@ -52,7 +52,7 @@ Status CheckStride(const ConvProblem& problem, int64_t stride) {
   HaloParams params;
   DescribeAxes(problem, &params);
   const Axis &rows = params.axis[1], &columns = params.axis[2];
-  // An axis without extent, as of rank 1, may have any stride.
+  // An axis of extent 1 (rank 1) may have any stride.
   const bool strides = (rows.out == 1 || rows.stride == stride) && columns.stride == stride;
   if (!strides || rows.dilation != 1 || columns.dilation != 1) {
     return Status::Unimplemented("expected stride " + std::to_string(stride) + " and no dilation");
@@ -91,7 +91,7 @@ bool ShapeBox(int64_t tile_rows, int64_t tile_columns, int64_t row_taps, HaloPar
 Status CountItems(const ConvProblem& problem, int64_t tile_channels, HaloParams* params) {
   const bool wgrad = problem.op == Op::kWgrad;
   const int64_t channel_tiles = CeilDiv(params->channels, tile_channels);
-  // wgrad's filters have CTAs of their own.
+  // In wgrad each filter of a batch has its own CTAs.
   const int64_t images = (wgrad ? 1 : problem.batch) * problem.n;
   const int64_t image_tiles = CeilDiv(images, params->tile_images);
   int64_t tiles = 1;

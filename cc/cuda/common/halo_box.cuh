@@ -1,6 +1,6 @@
-// Kernels that compute a tile of window positions from its box of the gathered tensor in shared
-// memory: where a tile lies, and how its box is copied. Each CTA processes a range of neighbouring
-// items.
+// For kernels that compute a tile of window positions from a box of the gathered tensor (halo tile)
+// in shared memory: the position of a tile, and the copy of its box. Each CTA processes a range of
+// consecutive items.
 #ifndef JAXCONV_CUDA_COMMON_HALO_BOX_CUH_
 #define JAXCONV_CUDA_COMMON_HALO_BOX_CUH_
 
@@ -18,15 +18,15 @@
 
 namespace jaxconv {
 
-// A pixel of a box: kLanes lanes of kVec channels. A warp reads neighbouring words, so that no
-// layout of the pixels has bank conflicts; halves of a warp read two pixels, whose numbers should
-// differ by an odd number where a pixel has 64 bytes.
+// A pixel of a box: kLanes lanes of kVec channels. A warp reads neighbouring words, so no layout of
+// the pixels has bank conflicts. With pixels of 64 bytes, the halves of a warp read two pixels;
+// their numbers should differ by an odd number.
 template <typename T, int kVec, int kLanes = 32>
 struct Pixel {
   static constexpr int kChannels = kLanes * kVec;
   static constexpr int kBytes = kChannels * int{sizeof(T)};
   static constexpr int kChunks = kBytes / 16, kChunkChannels = 16 / int{sizeof(T)};
-  // Of a chunk of pixel i.
+  // The offset of a chunk of pixel i.
   __device__ static int32_t Offset(int32_t i, int chunk) { return i * kBytes + chunk * 16; }
 };
 
@@ -37,7 +37,8 @@ __device__ __forceinline__ void LoadLane(const unsigned char* pixel, float (&val
     const float2 pair = *reinterpret_cast<const float2*>(pixel);
     value[0] = pair.x, value[1] = pair.y;
   } else if constexpr (kVec == 2 && std::is_same_v<T, __nv_bfloat16>) {
-    // The upper half of a float32: a shift and a mask. Through elements it is three instructions.
+    // bfloat16 is the upper half of a float32: a shift and a mask convert two. Element by element
+    // it takes three instructions.
     const uint32_t word = *reinterpret_cast<const uint32_t*>(pixel);
     value[0] = __uint_as_float(word << 16), value[1] = __uint_as_float(word & 0xffff0000u);
   } else if constexpr (kVec == 2) {
@@ -50,10 +51,10 @@ __device__ __forceinline__ void LoadLane(const unsigned char* pixel, float (&val
   }
 }
 
-// A tile of window positions: the first of each axis, its image and its channels.
+// A tile of window positions: the first position along each axis, its image and its channels.
 struct TilePlace {
   int32_t depth, row, column, image, first_channel;
-  bool exists = true;  // false: an image behind the last
+  bool exists = true;  // false: past the last image
 
   __device__ __forceinline__ TilePlace(const HaloParams& params, int32_t index, int tile_channels) {
     params.axis[2].tiles.Divmod(index, &index, &column);
@@ -61,13 +62,13 @@ struct TilePlace {
     params.axis[0].tiles.Divmod(index, &index, &depth);
     column = column * params.axis[2].tile - params.axis[2].shift;
     row = row * params.axis[1].tile - params.axis[1].shift;
-    // Images vary before channel tiles: the next tile of a CTA mostly has the same filter.
+    // Images advance faster than channel tiles, so a CTA's next tile mostly has the same filter.
     params.image_tiles.Divmod(index, &first_channel, &image);
     image *= params.tile_images;
     first_channel *= tile_channels;
   }
 
-  // The same tile of the i-th of its images; `images`: how many there are.
+  // The same tile in the i-th of its images; `images`: the number of images in all.
   __device__ __forceinline__ TilePlace OfImage(int32_t i, int32_t images) const {
     TilePlace tile = *this;
     tile.image += i;
@@ -76,12 +77,12 @@ struct TilePlace {
   }
 };
 
-// A part of a tile's sum: a tap along the depth, one of the reduced channels, and, where a box
-// holds the pixels of one filter row, that row.
+// A step of a tile's sum: a tap along the depth, one of the reduced channels and, if a box holds
+// the pixels of one filter row only, that row.
 struct Step {
   int32_t depth_tap = 0, channel = 0, row_tap = 0;
 
-  // False where all steps are done.
+  // False after the last step.
   __device__ __forceinline__ bool Next(const HaloParams& params, int32_t row_taps) {
     if (++row_tap < row_taps) return true;
     row_tap = 0;
@@ -91,8 +92,8 @@ struct Step {
   }
 };
 
-// A CTA's place in its items and their steps: the items first to end - 1, whose numbers differ by
-// one at most between CTAs.
+// A CTA's position in its items, first to end - 1, and their steps. The number of items differs by
+// at most one between CTAs.
 struct Cursor {
   int32_t item, end;
   Step step;
@@ -109,14 +110,15 @@ struct Cursor {
   }
 };
 
-// The pixels of a box, or of another tile, that a thread copies: every (kHaloThreads / kChunks)-th,
-// by additions alone. P: the pixels' layout.
+// Iterates over the pixels of a box, or of another tile, that a thread copies: every (kHaloThreads
+// / kChunks)-th, by additions only. P: the pixels' layout.
 template <class P>
 struct PixelWalk {
   int32_t pixel, row, column;
   __device__ __forceinline__ explicit PixelWalk(const FastDivmod& columns)
       : pixel(threadIdx.x / P::kChunks), columns_(static_cast<int32_t>(columns.divisor)) {
-    // Else the steps are computed before a kernel's loop and kept: wgrad of 7x7 would spill.
+    // Otherwise the compiler would compute the steps before the kernel's loop and keep them: wgrad
+    // of 7x7 would spill.
     asm volatile("" : "+r"(columns_));
     columns.Divmod(pixel, &row, &column);
     columns.Divmod(kStep, &row_step_, &column_step_);
@@ -144,9 +146,9 @@ __device__ __forceinline__ int32_t ElementAt(const Axis& axis, int32_t u) {
   return u >= 0 && rest == 0 && element < axis.in ? element : -1;
 }
 
-// Begins to copy `box_rows` rows of the box of a tile and a step to `stage`, from row first_box_row
-// on: axis[2].box pixels each from the tile's first u, zeros where the gathered tensor has no
-// element. P: the pixels' layout.
+// Starts to copy rows first_box_row to first_box_row + box_rows - 1 of the box of a tile and a step
+// to `stage`: axis[2].box pixels each, from the tile's first u on, zeros where the gathered tensor
+// has no element. P: the pixels' layout.
 template <typename T, class P>
 __device__ __forceinline__ void FillBox(const HaloParams& params, const TilePlace& tile,
                                         const Step& step, int32_t first_box_row, int32_t box_rows,
@@ -167,7 +169,7 @@ __device__ __forceinline__ void FillBox(const HaloParams& params, const TilePlac
   const bool some = tile.exists && depth >= 0 && channel < params.channels;
   PixelWalk<P> at(params.box_columns);
   if (params.vector) {
-    // An address that is not valid is not read.
+    // An invalid address is not read.
     const auto* from = reinterpret_cast<const unsigned char*>(plane + channel);
     const int32_t pitch = params.gathered_channels * int32_t{sizeof(T)};
     const uint32_t to = SharedAddress(stage);
@@ -209,8 +211,7 @@ __device__ __forceinline__ void FillBox(const HaloParams& params, const TilePlac
   }
 }
 
-// Begins to copy a tile of the walked tensor, zeros where it has no position. P: the pixels'
-// layout.
+// Starts to copy a tile of the walked tensor, zeros outside it. P: the pixels' layout.
 template <typename T, class P>
 __device__ __forceinline__ void FillWalked(const HaloParams& params, const TilePlace& tile,
                                            unsigned char* stage) {

@@ -1,5 +1,5 @@
-// Host and device: the geometry of kernels that compute a tile of window positions from its box of
-// the gathered tensor in shared memory (halo_box.cuh), and what their plans share. Plain C++.
+// Host and device: the geometry of kernels that compute a tile of window positions from a box of
+// the gathered tensor in shared memory (halo_box.cuh), and shared parts of their plans. Plain C++.
 #ifndef JAXCONV_CUDA_COMMON_HALO_BOX_H_
 #define JAXCONV_CUDA_COMMON_HALO_BOX_H_
 
@@ -18,7 +18,7 @@ inline constexpr int kHaloThreads = 256;
 
 // One axis: window position o of the walked tensor meets element i of the gathered one under a tap
 // where i * in_dilation = u = o * stride + tap * dilation - pad. In dgrad the walked tensor is dx,
-// the gathered one is dy, its dilation is the convolution's stride, and the taps run backwards.
+// the gathered one dy, in_dilation the convolution's stride, and the taps run backwards.
 struct Axis {
   int32_t in = 1, out = 1;  // extents of the gathered and of the walked tensor
   int32_t taps = 1;
@@ -27,13 +27,13 @@ struct Axis {
   int32_t tile = 1;  // window positions of a tile
   int32_t box = 1;   // u of a tile
   FastDivmod tiles;
-  // Of a kernel that knows that elements lie at even u alone, where in_dilation is 2: a box holds
-  // them without the zeros between (halved is 1, in_dilation 1), and the first tile begins `shift`
+  // For kernels that handle in_dilation = 2, where elements lie at even u only: a box holds them
+  // without the zeros between (halved is 1, in_dilation 1), and the first tile begins `shift`
   // positions before 0, so that every tile's first u is even.
   int32_t halved = 0, shift = 0;
 };
 
-// What every such kernel gets, a part of the family's parameter block.
+// The parameters common to these kernels, a part of the family's parameter block.
 struct HaloParams {
   // The launch sets the pointers.
   const void* gathered = nullptr;  // x of fprop and wgrad, dy of dgrad
@@ -41,7 +41,7 @@ struct HaloParams {
   const void* filter = nullptr;    // fprop and dgrad
   void* out = nullptr;             // y, dx, or the partial sums of dw
   Axis axis[3];                    // depth, rows, columns
-  int32_t images = 1;              // of all filters of a batch
+  int32_t images = 1;              // images of all filters of a batch
   int32_t tile_images = 1;         // of a tile, which has a box for each
   FastDivmod image_tiles;          // of all filters
   FastDivmod images_divmod;        // of one filter
@@ -50,8 +50,8 @@ struct HaloParams {
   int32_t channels = 1;            // of the result: of y and dw K, of dx C
   int32_t gathered_channels = 1;
   FastDivmod channel_tiles;
-  // Channel o of the result meets channels o / repeat * reduce + j of the gathered tensor, j <
-  // reduce: of K = m C a depthwise fprop and wgrad repeat m times, dgrad reduces m.
+  // Channel o of the result depends on channels o / repeat * reduce + j of the gathered tensor, j <
+  // reduce. For depthwise with K = m C, repeat = m in fprop and wgrad, reduce = m in dgrad.
   FastDivmod repeat;
   int32_t reduce = 1;
   int32_t vector = 0;  // channels are copied by 16 bytes
@@ -59,7 +59,7 @@ struct HaloParams {
   int32_t out_is_f32 = 0;
   FastDivmod box_columns, tile_columns;
   int32_t items = 0;  // channel tiles x image tiles x tiles; wgrad: without the channel tiles
-  // fprop and dgrad: the first longer_ctas CTAs have an item more than items_of_cta.
+  // fprop and dgrad: each CTA has items_of_cta items, the first longer_ctas CTAs one more.
   int32_t items_of_cta = 0, longer_ctas = 0;
   int32_t stage_bytes = 0;
   int32_t slices = 1;  // wgrad: each takes every slices-th item
@@ -76,34 +76,34 @@ struct HaloLaunch {
   DType out_dtype = DType::kF32;
 };
 
-// A slice shorter than this spends more time on filling its stages than on its sums.
+// A shorter slice takes longer to fill its stages than to sum.
 inline constexpr int64_t kMinItemsOfSlice = 4;
 
-// Fills what the problem alone decides and all families have alike: the axes, whose tiles are not
-// shaped but along the depth, where a tile is one position; the batch, the output.
+// Fills the fields that depend only on the problem and are common to all families: the axes (tiles
+// of one position along the depth, not yet shaped along rows and columns), the batch, the output.
 void DescribeAxes(const ConvProblem& problem, HaloParams* params);
 
-// Refuses other strides than `stride`, and dilation, of rows and columns.
+// Refuses dilation, and strides other than `stride`, along rows and columns.
 Status CheckStride(const ConvProblem& problem, int64_t stride);
 
-// Lets the boxes of rows and columns hold the elements of dilation 2 without the zeros between.
+// Makes the boxes hold elements of in_dilation 2 without the zeros between, along rows and columns.
 void HalveBoxes(HaloParams* params);
 
 // Tiles the rows and columns by tile_rows x tile_columns positions, whose boxes hold the window's
 // row_taps and all its columns. False where a box is wider than any shared memory.
 bool ShapeBox(int64_t tile_rows, int64_t tile_columns, int64_t row_taps, HaloParams* params);
 
-// The items of tiles of so many channels: fills images, channel_tiles and items of `params`, whose
-// tiles are shaped. A tile's images have the same filter: tile_images is 1 where there is a batch
-// of filters.
+// Counts the items for tiles of tile_channels channels: fills images, channel_tiles and items of
+// `params`, whose tiles are shaped. A tile's images share a filter, so tile_images is 1 with a
+// batch of filters.
 Status CountItems(const ConvProblem& problem, int64_t tile_channels, HaloParams* params);
 
-// How many CTAs, at most `resident`, share the items of an fprop or dgrad, and which each has.
+// Distributes the items of an fprop or dgrad over at most `resident` CTAs; returns their number.
 int64_t ShareItems(int64_t resident, HaloParams* params);
 
-// How a wgrad of `parts` CTAs a slice is cut, whose items are counted: as asked, or into as many
-// slices as fill `resident` CTAs, of min_items at least. Fills plan->slices and the workspace, and
-// the CTAs.
+// Splits a wgrad of `parts` CTAs a slice, after CountItems: into `slices` slices, or into as many
+// as fill `resident` CTAs with at least min_items each. Fills plan->slices, the workspace and the
+// CTAs.
 Status CutIntoSlices(const ConvProblem& problem, int64_t parts, int64_t resident, int64_t slices,
                      HaloParams* params, int64_t* ctas, Plan* plan,
                      int64_t min_items = kMinItemsOfSlice);

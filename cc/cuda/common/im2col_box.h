@@ -1,4 +1,4 @@
-// What TMA's im2col boxes can walk.
+// Limits of TMA's im2col boxes.
 #ifndef JAXCONV_CUDA_COMMON_IM2COL_BOX_H_
 #define JAXCONV_CUDA_COMMON_IM2COL_BOX_H_
 
@@ -19,10 +19,10 @@ inline constexpr int32_t kMaxElementStride = 8;
 // Pixel numbers of a tile past the end still fit in 32 bits.
 inline constexpr int64_t kMaxIm2colRows = (int64_t{1} << 31) - 4096;
 
-// Filter-row reuse: the pixels of a row that TMA walks. The walk covers the padded row, so that a
-// tap reads the pixel that many places further on. A read past the end of the walk reaches the
-// beginning of the next row's walk; that is right where both places hold zeros, so adjacent rows
-// share their padding. `span`: from the first tap to the last; `lower`: the first base pixel.
+// Filter-row reuse: the base pixels of a row that TMA loads. They cover the padded row, so that tap
+// s reads the pixel s places further on. A read past the row's end reaches the start of the next
+// row; both hold zeros there, so adjacent rows share their padding. `span`: from the first tap to
+// the last; `lower`: the first base pixel.
 inline int64_t WalkedPixels(int64_t outputs, int64_t span, int64_t src_extent, int64_t lower) {
   return std::min(outputs + span, std::max({outputs, src_extent - lower, outputs + span + lower}));
 }

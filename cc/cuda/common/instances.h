@@ -1,4 +1,4 @@
-// Reading a family's kernels.def with the preprocessor.
+// Macros that read a family's kernels.def.
 //
 // A line of kernels.def is
 //
@@ -6,10 +6,10 @@
 //     256))
 //
 // operations, operand types, the variant that ends the instance's name, the header of its device
-// kernel (without .cuh), the template of that header, its arguments, and whatever else the family's
-// plan.cc wants to know. The line stands for one instance of each operation and type, named
-// <op>_<family>_<dtype>_<variant>. CMake reads the first four fields to make translation units,
-// tests/support/kernel_tables.py the first three to know the names.
+// kernel (without .cuh), the template in that header, its arguments, and any further fields for the
+// family's plan.cc. The line declares one instance for each operation and type, named
+// <op>_<family>_<dtype>_<variant>. CMake reads the first four fields to generate translation units,
+// tests/kernel_tables.py the first three to know the names.
 //
 //     PADDED(FPROP_DGRAD, BF16_F16, 128x256x64_cooperative)
 //
@@ -54,7 +54,7 @@
 #define JAXCONV_DTYPE_u8 ::jaxconv::DType::kU8
 
 // The instance's name as a string, as an identifier, and its launch. The second level expands
-// arguments that are macros themselves.
+// arguments that are macros.
 #define JAXCONV_NAME(op, family, dtype, variant) JAXCONV_NAME_(op, family, dtype, variant)
 #define JAXCONV_NAME_(op, family, dtype, variant) #op "_" #family "_" #dtype "_" #variant
 #define JAXCONV_TAG(op, family, dtype, variant) JAXCONV_TAG_(op, family, dtype, variant)
@@ -64,9 +64,9 @@
 
 #define JAXCONV_UNPACK(...) __VA_ARGS__
 
-// Appends the instances of a line to `kernels`, a std::vector<KernelDesc>. What follows Description
-// initialises the family's description of the line; the capabilities and `plan` may name it, as
-// `instance`.
+// Appends the instances of a line to `kernels`, a std::vector<KernelDesc>. The arguments after
+// Description initialise the family's description of the line; the capabilities and `plan` may
+// refer to it as `instance`.
 #define JAXCONV_ADD_KERNELS(kernels, ops, types, family, variant, min_cc, max_cc, plan,        \
                             Description, ...)                                                  \
   {                                                                                            \
@@ -79,13 +79,13 @@
                      JAXCONV_DTYPE_##dtype, min_cc, max_cc, plan, &instance});
 
 // In a generated translation unit, inside namespace jaxconv: the tag type of an instance, whose
-// name a profiler shows, and its launch. family::form<op, dtype, args...> is a template of the
+// name appears in a profiler, and its launch. family::form<op, dtype, args...> is a template of the
 // kernel's header with a static member function template Launch<Tag>(plan, operands, stream).
 #define JAXCONV_INSTANCE(op, family, dtype, variant, form, args, ...)                 \
   struct JAXCONV_TAG(op, family, dtype, variant)                                      \
       : family::form<JAXCONV_OP_##op, JAXCONV_DTYPE_##dtype, JAXCONV_UNPACK args> {}; \
   JAXCONV_INSTANCE_LAUNCH(op, family, dtype, variant)
-// The same with the fused epilogue, of a variant whose name ends so.
+// The same with the fused epilogue, for a variant whose name ends in _fused.
 #define JAXCONV_FUSED_INSTANCE(op, family, dtype, variant, form, args, ...)         \
   struct JAXCONV_TAG(op, family, dtype, variant)                                    \
       : family::form<JAXCONV_OP_##op, JAXCONV_DTYPE_##dtype, JAXCONV_UNPACK args> { \

@@ -1,8 +1,8 @@
-// A kernel instance as selection and the FFI handlers see it: a row of a family's kernels.def, the
-// plan that the family makes for a problem, and the buffers of one launch.
+// A kernel instance from the view of selection and the FFI handlers: its line in the family's
+// kernels.def, the family's plan for a problem, and the buffers of a launch.
 //
-// Selection and planning are plain C++ without CUDA, so that they run, and are tested, on machines
-// without a toolkit. What launches device code is a separate table (cuda/launch_table.h).
+// Selection and planning are plain C++ without CUDA, so they run and are tested on machines without
+// a toolkit. A separate table (cuda/launch_table.h) launches device code.
 #ifndef JAXCONV_CUDA_COMMON_KERNEL_H_
 #define JAXCONV_CUDA_COMMON_KERNEL_H_
 
@@ -18,15 +18,15 @@ namespace jaxconv {
 
 struct KernelDesc;
 
-// What a family decides once for a problem and an instance. It is immutable once made: a launch
-// copies the parameter block to the stack and sets pointers and tensor maps there.
+// A family's decisions for a problem and an instance. A plan is immutable: a launch copies the
+// parameter block to the stack and sets pointers and tensor maps there.
 struct Plan {
-  // Whose device code runs: usually the planned instance; of a filter stored as krsc the instance
-  // of the other operation (KernelOp in core/implicit_gemm.h).
+  // The instance whose device code runs: usually the planned one; for a filter stored as krsc, the
+  // instance of the other operation (KernelOp in core/implicit_gemm.h).
   const KernelDesc* kernel = nullptr;
   int64_t slices = 1;  // split-K slices, or CTAs of a cluster
   int64_t workspace_bytes = 0;
-  double microseconds = 0;  // predicted, of all kernels of the call
+  double microseconds = 0;  // predicted for all kernels of the call
   // The family's parameter block.
   std::shared_ptr<const void> params;
 
@@ -53,22 +53,22 @@ struct Operands {
   int64_t workspace_bytes = 0;
 };
 
-// Makes the plan, or refuses with a reason for the user. slices 0: as many as suit the GPU; else
-// exactly so many, or an error where the instance cannot be cut so.
+// Makes the plan, or refuses with a reason for the user. slices 0: the plan chooses; otherwise
+// exactly this many, or an error if the instance does not support it.
 using PlanFunction = Status (*)(const KernelDesc& kernel, const ConvProblem& problem,
                                 const Gpu& gpu, int64_t slices, Plan* plan);
 
-// Enqueues the work on a cudaStream_t: no allocation, no synchronisation, fit for stream capture.
-// The buffers were checked (CheckOperands).
+// Enqueues the work on a cudaStream_t without allocation or synchronisation, so it can be captured.
+// CheckOperands has accepted the buffers.
 using LaunchFunction = Status (*)(const Plan& plan, const Operands& operands, void* stream);
 
-// What an epilogue adds to the time of a plain kernel and of the bytes of its operands: nanoseconds
-// of an SM for an output, measured on an H200 (docs/notes/igemm_wgmma.md).
+// The time that an epilogue adds to a plain kernel and to the traffic of its operands: SM
+// nanoseconds for each output, measured on an H200 (docs/notes/igemm_wgmma.md).
 struct EpilogueCost {
   double terms = 0.1;  // scale and bias, and a second result
-  // The same where no second result is written and the activation clamps (none, relu, relu6).
+  // The same without a second result and with a clamp as activation (none, relu, relu6).
   double clamps = 0.1;
-  double residual = 0.03;    // beside the terms
+  double residual = 0.03;    // in addition to the terms
   double activation = 0.15;  // silu; others in proportion (cuda/select.cc)
 };
 
@@ -84,42 +84,43 @@ struct KernelDesc {
   PlanFunction plan = nullptr;
   // The family's own description of the instance: its entry in the family's table.
   const void* instance = nullptr;
-  // A name for some of a family's instances, which selects among them as the family's name does
-  // among all; empty where there is none.
+  // A name for a subset of the family's instances; it selects among them as the family's name
+  // selects among all. May be empty.
   const char* alias = "";
-  // Algorithms "auto" and "native" do not choose it: its error is above the direct kernels'.
+  // Algorithms "auto" and "native" do not choose it, because its error exceeds that of the direct
+  // kernels.
   bool on_request = false;
   EpilogueCost epilogue_cost = {};
-  // Compiled with FusedEpilogue: takes problems with an epilogue, and only those.
+  // Compiled with FusedEpilogue: accepts only problems with an epilogue.
   bool fused = false;
-  // Its fused form gives the statistics of plain sums.
+  // Its fused form computes the statistics of results without further epilogue.
   bool statistics = false;
-  // Multiplies float32 operands as three TF32 products, as accurate as float32 (split_tf32.cuh):
-  // takes every precision. "auto", "native" and families take it above "default" only, because one
-  // TF32 product is faster.
+  // Multiplies float32 operands as three TF32 products, as accurate as float32 (split_tf32.cuh). It
+  // accepts every precision; "auto", "native" and families choose it only above "default", because
+  // one TF32 product is faster.
   bool three_tf32 = false;
 };
 
-// The form of an instance that is compiled with FusedEpilogue.
+// The form of an instance compiled with FusedEpilogue.
 KernelDesc FusedKernel(const KernelDesc& kernel, const char* name);
 
-// What every family of float operands asks of a problem before its own conditions: the operation,
-// operands of the instance's type, an output of that type or float32, a filter stored as rsck or
-// krsc, channels-last activations, and for float32 operands that are multiplied in one TF32 product
-// precision "default". Of a fused instance an epilogue, an output of the operands' type and a
-// filter stored as rsck; of any other no epilogue. `tf32`: the family multiplies float32 in TF32.
+// The common conditions of the families with float operands: the instance's operation; operands of
+// its type; an output of that type or float32; a filter stored as rsck or krsc; channels-last
+// activations; precision "default" if float32 operands are multiplied in one TF32 product. A fused
+// instance needs an epilogue, an output of the operands' type and a filter stored as rsck; other
+// instances accept no epilogue. `tf32`: the family multiplies float32 in TF32.
 Status CheckTypes(const KernelDesc& kernel, const ConvProblem& problem, bool tf32);
 
-// What every family of 8-bit operands asks: fprop, x of the instance's type, w of s8 in packed
-// rows.
+// The common conditions of the families with 8-bit operands: fprop, x of the instance's type, s8 w
+// in packed rows.
 Status CheckInt8Types(const KernelDesc& kernel, const ConvProblem& problem);
 
-// What a convolution of 8-bit operands moves at least, in bytes: for one output, which is written
-// and whose residual is read; and in all, with the activations and the packed filter.
+// The least traffic of a convolution with 8-bit operands in bytes: for one output (written, its
+// residual read); and in all, with the activations and the packed filter.
 double Int8OutputBytes(const ConvProblem& problem);
 double Int8Bytes(const ConvProblem& problem);
 
-// Refuses a number of slices that is asked of a kernel without split-K.
+// Refuses several slices for a kernel without split-K.
 Status RequireOneSlice(int64_t slices);
 
 // A refusal: "expected <expected>, got <got>".
@@ -128,8 +129,8 @@ Status Refuse(const std::string& expected, int64_t got);
 // A refusal: "<what> <bytes> bytes of shared memory, the GPU has <as many>".
 Status RefuseSharedBytes(const std::string& what, int64_t bytes, const Gpu& gpu);
 
-// Whether the workspace is there and every buffer is aligned for 16-byte accesses. XLA aligns
-// buffers to 64 bytes or more.
+// Checks that the workspace exists and that every buffer is aligned for 16-byte accesses. XLA
+// aligns buffers to 64 bytes or more.
 Status CheckOperands(const Plan& plan, const Operands& operands);
 
 }  // namespace jaxconv

@@ -1,15 +1,15 @@
-// Launching kernels: shared-memory attributes set once for each device, clusters, and launches that
-// overlap the kernel in front of them in the stream (programmatic dependent launch, sm_90).
+// Kernel launches: shared-memory attributes set once for each device, clusters, and overlap with
+// the previous kernel in the stream (programmatic dependent launch, sm_90).
 //
 // A kernel launched with `overlaps` calls WaitForPrecedingGrids() before its first access to global
-// memory (a prefetch into L2 is none: writes go to L2 too), and only then LetNextGridStart(). So
-// when it starts, the kernel in front of it has seen its own predecessors end: at most two kernels
-// are under way at a time, and what this kernel waits for implies everything before it. In a stream
-// A, B, C the results of A are C's to read. Kernels that do not call either start when all kernels
-// before them have ended, and let nothing start early.
+// memory (a prefetch to L2 does not count: L2 is the point of coherence), and only after that
+// LetNextGridStart(). So when a kernel starts, its predecessor has already waited for its own
+// predecessors: at most two kernels run at a time, and waiting for the predecessor implies waiting
+// for all earlier kernels. In a stream A, B, C, kernel C may read A's results. A kernel that calls
+// neither starts after all earlier kernels have ended, and no later kernel starts early.
 //
-// A kernel C may also read what A and those before it wrote before it waits for B, since B's CTAs
-// have waited for A; it waits for B at its end, so that D has both.
+// C may also read results of A and of earlier kernels before it waits for B, because B's CTAs have
+// waited for A. It then waits for B at its end, so that D may read the results of both.
 #ifndef JAXCONV_CUDA_COMMON_LAUNCH_CUH_
 #define JAXCONV_CUDA_COMMON_LAUNCH_CUH_
 
@@ -42,12 +42,12 @@ inline Status LaunchStatus(const char* name, cudaError_t error) {
 template <auto kKernel>
 cudaError_t AllowSharedBytes(size_t shared_bytes) {
   if (shared_bytes == 0) return cudaSuccess;
-  static std::atomic<uint64_t> allowed{0};  // a bit for each of the first 64 devices
+  static std::atomic<uint64_t> allowed{0};  // one bit for each of the first 64 devices
   int device = 0;
   if (cudaError_t error = cudaGetDevice(&device); error != cudaSuccess) return error;
   const uint64_t bit = device < 64 ? uint64_t{1} << device : 0;
   if ((allowed.load(std::memory_order_acquire) & bit) != 0) return cudaSuccess;
-  // The most that the device has, so that launches of different sizes share the setting.
+  // The device's maximum, so that launches of different sizes share the setting.
   int most = 0;
   cudaError_t error =
       cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
@@ -61,7 +61,7 @@ cudaError_t AllowSharedBytes(size_t shared_bytes) {
   return error;
 }
 
-// Enqueues kKernel; `name` stands in the error.
+// Enqueues kKernel; `name` appears in errors.
 template <auto kKernel, typename... Params>
 Status Launch(const char* name, const LaunchConfig& config, void* stream, const Params&... params) {
   cudaLaunchAttribute attributes[2] = {};

@@ -1,15 +1,15 @@
 // The statistics of a result from the sums of its parts.
 //
-// A kernel that stores y in tiles writes, for each slot (the rows of a tile, or of several that one
-// consumer has in a fixed order) and channel, the sum of y and of y^2 in double, of numbers as
-// stored, and each slot by one thread. What merges them adds them in an order that the number of
-// slots alone settles:
+// A slot is the rows of a tile, or of several tiles that one consumer processes in a fixed order. A
+// kernel that stores y in tiles writes for each slot and channel the sums of y and y^2, over the
+// values as stored, in double, each by one thread. The merging kernel adds them in an order that
+// depends only on the number of slots:
 //
 //     mean = S / n,    squared deviations = Q - S^2 / n
 //
-// The difference of doubles loses a share of 2^-52 (mean / deviation)^2, which for 16-bit numbers
-// is nothing: float32's last digit at a ratio of 16,000. What the kernel loses in forming the sums
-// is its own promise (igemm_wgmma/statistics_sm90.cuh).
+// The subtraction has the relative error 2^-52 (mean / deviation)^2, negligible for 16-bit numbers:
+// one ulp of float32 at a ratio of 16,000. The kernel that forms the sums documents its own error
+// (igemm_wgmma/statistics_sm90.cuh).
 #ifndef JAXCONV_CUDA_COMMON_MERGE_MOMENTS_H_
 #define JAXCONV_CUDA_COMMON_MERGE_MOMENTS_H_
 
@@ -21,20 +21,20 @@
 
 namespace jaxconv {
 
-inline constexpr int kMomentColumns = 16;  // channels of a CTA that merges
+inline constexpr int kMomentColumns = 16;  // channels of a merging CTA
 
-// The workspace: counters, the sums (slots, channels), and those of each of some parts of the
-// slots. A CTA adds a part of the slots of 16 channels; the last of them, by an integer counter,
-// adds the parts in their order.
+// The workspace: counters, the sums (slots, channels), and the sums of each part of the slots. A
+// CTA adds one part of the slots for 16 channels; the last CTA, found by an integer counter, adds
+// the parts in order.
 struct MomentSlots {
   int64_t slots = 0;  // 0: no statistics
   int64_t channels = 0;
 
   int64_t Parts() const;
   int64_t Bytes() const;
-  // Predicted, of the kernel that merges.
+  // Predicted time of the merging kernel.
   double Microseconds(const Gpu& gpu) const;
-  // The pointers of a launch, whose workspace is aligned to 16 bytes.
+  // Sets the pointers of a launch; the workspace is aligned to 16 bytes.
   void Bind(void* workspace, EpilogueParams* params) const;
 
   int64_t Counters() const { return (channels + kMomentColumns - 1) / kMomentColumns; }
@@ -42,7 +42,7 @@ struct MomentSlots {
   int64_t PartsAt() const { return SumsAt() + slots * channels * int64_t{sizeof(ChannelSums)}; }
 };
 
-// statistics: (2, channels), mean and sum of squared deviations of all `rows` rows of y.
+// statistics: (2, channels), the mean and the sum of squared deviations over all `rows` rows of y.
 Status LaunchMergeMoments(const MomentSlots& slots, int64_t rows, void* workspace,
                           float* statistics, void* stream);
 

@@ -10,7 +10,7 @@ namespace {
 constexpr int kColumns = kMomentColumns, kRuns = 64;  // threads of a CTA
 constexpr int kInFlight = 8;
 
-// The runs of a CTA, in a fixed order; of the threads of the first.
+// Adds the runs of a CTA in a fixed order; the result is valid in the threads of the first run.
 __device__ ChannelSums AddRuns(ChannelSums sums, ChannelSums (*of_run)[kColumns]) {
   __syncthreads();
   of_run[threadIdx.y][threadIdx.x] = sums;
@@ -50,7 +50,7 @@ __global__ void __launch_bounds__(kColumns* kRuns)
   }
   sums = AddRuns(sums, of_run);
   if (gridDim.y > 1) {
-    // Whichever CTA is the last adds all parts in the same order.
+    // The last CTA, whichever it is, adds all parts in the same order.
     if (threadIdx.y == 0 && channel < channels) {
       parts[blockIdx.y * channels + channel] = sums;
       __threadfence();

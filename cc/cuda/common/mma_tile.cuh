@@ -15,9 +15,9 @@
 //     MN-major 32-bit elements     f = 2 (r % 4)      four rows of two chunks, read word by word
 //       of rows of 64 bytes        f = 2 (r / 2 % 2)
 // All reads of fragments and all copies then run without bank conflicts. f depends on the lane
-// alone, because every other term of a row number is a multiple of 8. So the blocks of a warp tile
-// differ in address bits that the lane's bits do not touch, and an XOR with a constant moves
-// between them.
+// only, because all other terms of a row number are multiples of 8. The blocks of a warp tile
+// therefore differ in address bits outside the lane's, and an XOR with a constant moves between
+// them.
 #ifndef JAXCONV_CUDA_COMMON_MMA_TILE_CUH_
 #define JAXCONV_CUDA_COMMON_MMA_TILE_CUH_
 
@@ -45,9 +45,9 @@ struct MmaTile {
   static constexpr int kMinBlocks = kMinBlocks_;
   static constexpr int kWarpM = kTileM / kWarpsM_;
   static constexpr int kWarpN = kTileN / kWarpsN_;
-  static constexpr int kBlocksM = kWarpM / 16;  // of one mma
+  static constexpr int kBlocksM = kWarpM / 16;  // blocks of one mma
   static constexpr int kBlocksN = kWarpN / 8;
-  static constexpr int kSteps = kTileKBytes / 32;  // mma steps of a stage
+  static constexpr int kSteps = kTileKBytes / 32;  // mma instructions along a stage's reduction
   static constexpr int kBytesOfA = kTileM * kTileKBytes;
   static constexpr int kBytesOfB = kTileN * kTileKBytes;
   static constexpr int kStageBytes = kBytesOfA + kBytesOfB;
@@ -124,7 +124,7 @@ class FragmentReader {
     } else if constexpr (sizeof(T) == 2) {
       LoadMatricesTransposed((address_ ^ (i * 32)) + step * 16 * Operand::kRowBytes, fragment);
     } else {
-      // e counts b[0], b[1] along the reduction, then the next 8 columns; for A rows come first.
+      // e: b[0], b[1] along the reduction, then the next 8 columns; for A, rows first.
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         const int upper_half = kIsB ? e / 2 : e % 2, upper_k = kIsB ? e % 2 : e / 2;
@@ -157,18 +157,17 @@ __device__ __forceinline__ void RoundFragments(uint32_t (&fragment)[kBlocks][4])
 // Loader, called in this order by all threads for every stage:
 //     Prepare()                  work that needs branches
 //     IssuePart<p, parts>(slot)  starts a part of the copies into a slot of shared memory
-//     Advance()                  looks up the components of the next stage's addresses
+//     Advance()                  computes the components of the next stage's addresses
 //     Finish(slot)               stores the chunks that were loaded into registers
-// The last kStages - 1 passes issue no copies and have a loop of their own, so that the main loop
-// has no branch between its MMAs.
+// The last kStages - 1 passes issue no copies. They have a separate loop, so that the main loop has
+// no branch between its MMAs.
 //
-// In the pass of stage s the copies of stage s + kStages - 1 go to the slot of stage s - 1, a part
-// between the MMAs of each step but the last. Then this thread waits for its copies of stage s + 1;
-// the barrier tells that all threads' copies have arrived and that all threads have read stage s,
-// whose last fragments are in registers. After the barrier the first fragments of stage s + 1 are
-// read while the last step is multiplied, so neither the barrier nor a read leaves the tensor cores
-// idle.
-// Acc: float, of 8-bit operands int32_t.
+// In the pass of stage s, the copies of stage s + kStages - 1 go to the slot of stage s - 1, a part
+// of them between the MMAs of each step but the last. Then this thread waits for its copies of
+// stage s + 1. After the barrier, all threads' copies have arrived and all threads have read stage
+// s, whose last fragments are in registers. The first fragments of stage s + 1 are read while the
+// last step is multiplied, so neither the barrier nor a read idles the tensor cores. Acc: float, or
+// int32_t for 8-bit operands.
 template <typename T, class Tile, class OperandA, class OperandB, class Loader, typename Acc>
 __device__ __forceinline__ void MmaMainloop(Loader& loader, uint32_t shared, int stages,
                                             Acc (&acc)[Tile::kBlocksM][Tile::kBlocksN][4]) {
@@ -224,7 +223,7 @@ __device__ __forceinline__ void MmaMainloop(Loader& loader, uint32_t shared, int
         RoundFragment<T>(a[step % 2][i]);
 #pragma unroll
         for (int jj = 0; jj < Tile::kBlocksN; ++jj) {
-          // Serpentine order: neighbouring instructions share an operand.
+          // Serpentine order: consecutive instructions share an operand.
           const int j = i % 2 == 0 ? jj : Tile::kBlocksN - 1 - jj;
           MultiplyAdd<T>(acc[i][j], a[step % 2][i], b[step % 2][j / 2][j % 2 * 2],
                          b[step % 2][j / 2][j % 2 * 2 + 1]);

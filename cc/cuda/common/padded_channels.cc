@@ -7,12 +7,13 @@
 namespace jaxconv {
 namespace {
 
-// Elements of 16 bytes, which the instances copy at a time, and of a 32-byte sector: TMA brings
-// rows of whole sectors half as fast again as others, so what is padded is padded to sectors.
+// Elements in 16 bytes (the instances' copy width) and in a 32-byte sector. TMA loads rows of whole
+// sectors 1.5 times as fast as others, so padding goes up to whole sectors.
 constexpr int64_t kVector = 8;
 constexpr int64_t kSector = 16;
 constexpr int64_t kAlignment = 1024;
-// Of padded copies, beside the workspace of the instance itself: elements have 32-bit numbers.
+// The limit of the padded copies, without the instance's own workspace: element indices have 32
+// bits.
 constexpr int64_t kMaxBytes = int64_t{1} << 29;
 // Measured on an H200: a copy's start-up beyond gpu.launch_us, and the share of DRAM's rate that
 // copies with unaligned rows reach.

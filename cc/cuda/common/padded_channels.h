@@ -2,9 +2,9 @@
 // workspace with their channels rounded up to 16, an instance that copies 16 bytes at a time
 // computes there, and its result is copied back without the padding.
 //
-// The copies cost two passes over a tensor. They buy the instance's full rate, of which kernels for
-// narrower copies reach a third to a half. Padding never reaches the result: zeros are multiplied
-// by zeros, and the padded outputs are dropped.
+// The copies cost two passes over a tensor. In return the instance runs at full throughput, of
+// which kernels with narrower copies reach a third to a half. Padding never reaches the result:
+// zeros are multiplied by zeros, and the padded outputs are dropped.
 #ifndef JAXCONV_CUDA_COMMON_PADDED_CHANNELS_H_
 #define JAXCONV_CUDA_COMMON_PADDED_CHANNELS_H_
 
@@ -19,8 +19,8 @@ namespace jaxconv {
 // The padded form of an instance, which must outlive it.
 KernelDesc PaddedKernel(const KernelDesc& kernel, const char* name);
 
-// A copy of a matrix of 16-bit elements, cut into blocks of rows: to[block][row][column] is
-// from[block][row][column] where that exists, and 0 elsewhere.
+// A copy of a matrix of 16-bit elements in blocks of rows: to[block][row][column] =
+// from[block][row][column] where that exists, else 0.
 struct PitchedCopy {
   int64_t elements = 0;  // of `to`; 0: nothing is copied
   int32_t from_rows = 1, from_columns = 1;
@@ -36,7 +36,7 @@ struct PaddedParams {
   Plan inner;                                                // on padded channels
 };
 
-// Both in one launch.
+// Enqueues both copies in one launch.
 Status LaunchPitchedCopies(const PitchedCopy& first, const PitchedCopy& second, void* stream);
 
 }  // namespace jaxconv

@@ -7,8 +7,8 @@
 namespace jaxconv {
 namespace {
 
-// Bytes a clock that one SM reads and writes with its CTAs' loads in flight: 63 GB/s at 1.97 GHz, so
-// that half of an H200's SMs reach its DRAM rate.
+// Bytes per clock that one SM reads and writes with its CTAs' loads in flight: 63 GB/s at 1.97 GHz,
+// so half of an H200's SMs reach its DRAM rate.
 constexpr double kSmBytesPerCycle = 32;
 // masked_sums reaches this share of a copy's DRAM rate: 4.0 to 4.2 of 4.3 TB/s on an H200.
 constexpr double kDramShare = 0.95;
@@ -46,7 +46,7 @@ std::vector<int64_t> PassKey::Extents(char letter) const {
       while (at < word.size() && std::isdigit(static_cast<unsigned char>(word[at]))) {
         number = number * 10 + (word[at++] - '0');
       }
-      // 18 digits are no overflow.
+      // 18 digits cannot overflow.
       if (at == first || at - first > 18) break;
       found.push_back(number);
       if (at == word.size()) return found;

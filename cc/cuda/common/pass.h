@@ -1,15 +1,15 @@
-// Passes over arrays that convolve nothing: sums, moments, normalisation, pooling. A kernel of a pass
-// is a line of its family's kernels.def; a plan says how it cuts an array and how long it takes, or
-// why no kernel takes the array.
+// Passes over arrays without a convolution: sums, moments, normalisation, pooling. A kernel of a
+// pass is a line of its family's kernels.def. A plan holds the division of an array and the
+// predicted time, or the reason why no kernel accepts the array.
 //
 // A line of kernels.def is
 //
 //     PASS(masked_sums, F32_BF16_F16, result_g1_y1, (MaskBy::kResult, 1, 1))
 //
-// the pass, types, the variant that ends the instance's name, and its form. It stands for an instance
-// of each type, named <pass>_<type>_<variant>. PASS_SM90 is the same of code for sm_90a, whose name
-// ends in _sm90. A form has one instance on a GPU, so that a call, whose arrays tell its form, names
-// none: programs of every version find theirs.
+// the pass, types, the variant that ends the instance's name, and its form. It declares one
+// instance for each type, named <pass>_<type>_<variant>. PASS_SM90 declares code for sm_90a, with
+// names that end in _sm90. A form has one instance on a GPU and follows from a call's arrays. So
+// calls name no instance, and exported programs keep working across versions.
 #ifndef JAXCONV_CUDA_COMMON_PASS_H_
 #define JAXCONV_CUDA_COMMON_PASS_H_
 
@@ -28,10 +28,10 @@
 
 namespace jaxconv {
 
-// The numbers of an instance's form, of which each pass says what they are.
+// The numbers of an instance's form; each pass defines their meaning.
 using PassForm = std::array<int, 4>;
 
-// A row of a family's table, without its device code.
+// An entry of a family's table, without its device code.
 struct PassKernel {
   const char* name = "";    // also the name in a profiler
   const char* family = "";  // the folder
@@ -41,12 +41,12 @@ struct PassKernel {
   bool sm90 = false;
 };
 
-// The row of a form; null where there is none. Code for sm_90a is preferred where it runs.
+// The entry of a form, or null. Code for sm_90a is preferred where it runs.
 const PassKernel* FindForm(const std::vector<PassKernel>& kernels, std::string_view pass,
                            DType dtype, const PassForm& form, bool sm90 = false);
 
-// What a pass is asked for: its name, the arrays' type, and words in any order, numbers such as
-// "c64", extents by axis such as "i56x56", and others.
+// The key of a pass: its name, the arrays' type, and words in any order: numbers such as "c64",
+// extents by axis such as "i56x56", flags.
 //
 //     masked_sums bf16 s1 r802816 c256 g2 y1 bits stores
 //     max_pool bf16 b256 c64 i112x112 f3x3 o56x56 s2x2 p0x0 affine places
@@ -57,10 +57,10 @@ class PassKey {
   const std::string& pass() const { return words_[0]; }
   DType dtype() const { return dtype_; }
   bool Has(std::string_view word) const;
-  // The number or the extents behind a letter; `otherwise`, or none, where there is no such word.
+  // The number or the extents after a letter; without such a word, `otherwise` or none.
   int64_t Number(char letter, int64_t otherwise) const;
   std::vector<int64_t> Extents(char letter) const;
-  // What is behind a prefix of a word; empty where no word has it.
+  // The rest of the word with this prefix; empty if there is none.
   std::string_view Behind(std::string_view prefix) const;
 
  private:
@@ -68,19 +68,19 @@ class PassKey {
   DType dtype_ = DType::kF32;
 };
 
-// What a pass does at most at a time: the bytes that it moves, the instructions of its threads, and
-// its CTAs, of which so many run on an SM.
+// The cost of a pass: the bytes that it moves, the instructions of its threads, its CTAs, and the
+// CTAs that run on an SM.
 struct PassCost {
   double bytes = 0, instructions = 0;
   int64_t ctas = 1;
   int ctas_of_sm = 2;
 };
 
-// Predicted: a launch, and the longest of what DRAM, the SMs that have CTAs, and their schedulers
-// take.
+// Predicted time: a launch, plus the longest of the times of DRAM, of the occupied SMs and of their
+// schedulers.
 double PassMicroseconds(const PassCost& cost, const Gpu& gpu);
 
-// Unimplemented: an array that does not lie on a multiple of 16 bytes.
+// Unimplemented if an array's address is no multiple of 16 bytes.
 Status CheckAligned(std::initializer_list<const void*> arrays);
 
 // M(dtype, ...) for every type of a line, as tokens such as bf16.
@@ -93,15 +93,15 @@ Status CheckAligned(std::initializer_list<const void*> arrays);
 #define JAXCONV_PASS_DTYPE_f16 ::jaxconv::DType::kF16
 #define JAXCONV_PASS_UNPACK(...) __VA_ARGS__
 
-// In a family's plan.cc, with JAXCONV_PASS_FAMILY its name as a string: a line's rows.
+// In a family's plan.cc, with JAXCONV_PASS_FAMILY its name as a string: the entries of a line.
 #define JAXCONV_PASS_KERNELS(pass, types, variant, sm90, form) \
   JAXCONV_PASS_TYPES_##types(JAXCONV_PASS_KERNEL, pass, variant, sm90, JAXCONV_PASS_UNPACK form)
 #define JAXCONV_PASS_KERNEL(dtype, pass, variant, sm90, ...)  \
   {#pass "_" #dtype "_" #variant, JAXCONV_PASS_FAMILY, #pass, \
    JAXCONV_PASS_DTYPE_##dtype,    {__VA_ARGS__},       sm90},
 
-// In the .cu file of a pass: the tag type of an instance, of Form<T, numbers of the form>, and its
-// row in a table of launches.
+// In the .cu file of a pass: the tag type of an instance, Form<T, numbers of the form>, and its
+// entry in a table of launches.
 #define JAXCONV_PASS_TAG(dtype, name, variant, Form, ...) \
   struct name##_##dtype##_##variant                       \
       : Form<ElementOf<JAXCONV_PASS_DTYPE_##dtype>::Type, __VA_ARGS__> {};

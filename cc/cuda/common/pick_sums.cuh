@@ -1,11 +1,12 @@
-// A part of a thread's sums, of which a loop takes one part after another.
+// Selects a part of a thread's sums in a loop over the parts.
 #ifndef JAXCONV_CUDA_COMMON_PICK_SUMS_CUH_
 #define JAXCONV_CUDA_COMMON_PICK_SUMS_CUH_
 
 namespace jaxconv {
 
 // sums[e] = of(part, e) for a part in [kFirst, kEnd). Sums are registers, so uniform branches lead
-// to a copy for each part. Left to itself the compiler selects every element among all parts.
+// to a copy of the code for each part; without them the compiler selects every element among all
+// parts.
 template <int kFirst, int kEnd, int kCount, typename Of>
 __device__ __forceinline__ void PickSums(int part, Of of, float (&sums)[kCount]) {
   if constexpr (kEnd - kFirst > 1) {

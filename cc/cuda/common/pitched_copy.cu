@@ -1,6 +1,7 @@
-// Copies between tensors whose channels are padded and the same without: see padded_channels.h.
+// Copies between tensors with and without padded channels: see padded_channels.h.
 //
-// A thread writes 16 bytes, out of pieces of 1, 2 or 4 elements: the widest that divide both rows.
+// A thread writes 16 bytes from loads of 1, 2 or 4 elements: the widest that divides both row
+// lengths.
 #include <cuda_runtime.h>
 
 #include <algorithm>

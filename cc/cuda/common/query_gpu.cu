@@ -11,11 +11,11 @@ namespace jaxconv {
 namespace {
 
 Status Failed(const std::string& what, cudaError_t error) {
-  cudaGetLastError();  // or the next launch would report it
+  cudaGetLastError();  // clears the error, or the next launch would report it
   return Status::Internal(what + ": " + cudaGetErrorString(error));
 }
 
-// 0 where the driver does not tell.
+// 0 if the driver does not report it.
 double Attribute(cudaDeviceAttr attribute, int ordinal) {
   int value = 0;
   if (cudaDeviceGetAttribute(&value, attribute, ordinal) != cudaSuccess) {
@@ -39,7 +39,7 @@ Status QueryGpu(int ordinal, Gpu* gpu) {
   gpu->smem_per_block_optin = static_cast<int64_t>(properties.sharedMemPerBlockOptin);
   gpu->l2_bytes = properties.l2CacheSize;
   const double clock_ghz = Attribute(cudaDevAttrClockRate, ordinal) / 1e6;
-  // Both edges of the memory clock, in kHz, transfer the bus width, in bits.
+  // The bus width (bits) is transferred at both edges of the memory clock (kHz).
   const double dram_bytes_per_us = 2 * Attribute(cudaDevAttrMemoryClockRate, ordinal) / 1e3 *
                                    Attribute(cudaDevAttrGlobalMemoryBusWidth, ordinal) / 8;
   FillRates(clock_ghz, dram_bytes_per_us, gpu);

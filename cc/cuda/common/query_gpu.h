@@ -1,4 +1,4 @@
-// The model of a GPU that is present.
+// The model of a present GPU.
 #ifndef JAXCONV_CUDA_COMMON_QUERY_GPU_H_
 #define JAXCONV_CUDA_COMMON_QUERY_GPU_H_
 
@@ -9,15 +9,16 @@
 
 namespace jaxconv {
 
-// `ordinal` counts as the CUDA runtime does, CUDA_VISIBLE_DEVICES applied. Without a driver or a
-// GPU: an error, nothing else.
+// `ordinal`: the CUDA runtime's number, after CUDA_VISIBLE_DEVICES. Without a driver or a GPU it
+// only returns an error.
 Status QueryGpu(int ordinal, Gpu* gpu);
 
-// The same, asked of the driver once.
+// The same; queries the driver once.
 Status GpuOfDevice(int ordinal, Gpu* gpu);
 
-// That of a product or an architecture ("h200", "sm_90a"); empty: of this process's first device
-// (JAX wants all of one kind), or, without one, of the oldest that the portable kernels run on.
+// The model of a product or an architecture ("h200", "sm_90a"). Empty: this process's first device
+// (JAX requires all devices to be of one kind) or, without a device, the oldest GPU that runs the
+// portable kernels.
 Status GpuOfTarget(std::string_view target, Gpu* gpu);
 
 }  // namespace jaxconv

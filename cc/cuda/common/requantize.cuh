@@ -18,13 +18,12 @@
 
 namespace jaxconv {
 
-// An output pixel of a thread: where its channel 0 lies, in elements, or -1, where nothing is
-// stored.
+// An output pixel of a thread: the element offset of its channel 0, or -1 if nothing is stored.
 struct OutputPixel {
   int64_t at;
 
   OutputPixel() = default;
-  // Pixel m of all images' pixels.
+  // Pixel m, counted over all images.
   __device__ __forceinline__ OutputPixel(const RequantizeParams& params, int32_t m, bool inside) {
     int32_t image, pixel;
     params.pixels.Divmod(inside ? m : 0, &image, &pixel);
@@ -40,8 +39,8 @@ __host__ __device__ constexpr bool HasResidual(RequantizePath path) {
   return path == RequantizePath::kS8Residual || path == RequantizePath::kU8Residual;
 }
 
-// The residual of 8 neighbouring channels of each of a thread's pixels; of a path that has none it
-// is never read.
+// The residual of 8 neighbouring channels for each of a thread's pixels; paths without a residual
+// never read it.
 template <int kPixels>
 struct Residual {
   uint32_t words[kPixels][2];
@@ -50,8 +49,8 @@ struct Residual {
 
 namespace requantize_internal {
 
-// The straight 8-bit paths. ReLU clears the negative results, which rounding keeps negative or
-// makes
+// The straight 8-bit paths. ReLU clears negative results; rounding keeps them negative or makes
+// them
 // 0. ptxas joins a conversion to int32 and a saturating pack of two into one instruction (F2IP).
 template <RequantizePath kPath, int kPixels, class Terms, typename Sums>
 __device__ __forceinline__ void RequantizeBytes(const RequantizeParams& params,
@@ -107,7 +106,7 @@ __device__ __forceinline__ void StoreSums(const RequantizeParams& params,
   }
 }
 
-// All cases. kWords: of the 8 results, 2 for bytes, 4 for 16 bits, 8 for 32.
+// All cases. kWords: words of the 8 results, 2 for bytes, 4 for 16 bits, 8 for 32.
 template <int kWords, int kPixels, typename Sums>
 __device__ __forceinline__ void RequantizeGeneral(const RequantizeParams& params,
                                                   const OutputPixel (&pixels)[kPixels],
@@ -163,7 +162,7 @@ __device__ __forceinline__ void RequantizeGeneral(const RequantizeParams& params
     if (params.activation != Activation::kNone) {
 #pragma unroll
       for (int e = 0; e < 8; ++e) {
-        // One instruction, which makes 0 of -0; only float outputs show the difference.
+        // A single instruction, which turns -0 into 0; only float outputs show the difference.
         t[e] = kWords == 2 ? MaxNan(t[e], 0.0f) : t[e] < 0 ? 0 : t[e];
       }
       if (params.activation == Activation::kRelu6) {
@@ -179,9 +178,9 @@ __device__ __forceinline__ void RequantizeGeneral(const RequantizeParams& params
 
 }  // namespace requantize_internal
 
-// Loads the residual of channels channel .. channel + 7, of a path that has one, well before
-// RequantizeEight: so many loads are under way. Pixels outside read the first one's,
-// channels outside the first ones.
+// Loads the residual of channels channel .. channel + 7, if the path has one, long before
+// RequantizeEight, so that many loads are in flight. Pixels and channels outside the output read
+// the first ones instead.
 template <int kPixels>
 __device__ __forceinline__ void LoadResidual(const RequantizeParams& params,
                                              const OutputPixel (&pixels)[kPixels], int32_t channel,
@@ -196,9 +195,9 @@ __device__ __forceinline__ void LoadResidual(const RequantizeParams& params,
   residual->factor = __ldg(params.residual_scale);
 }
 
-// Stores channels channel .. channel + 7, a multiple of 8, of kPixels pixels. kPath: as
-// ForRequantizePath gives it. `inside`: there are such channels. `residual`: from LoadResidual.
-// sums(i, e): the sum of pixel i, channel channel + e.
+// Stores channels channel .. channel + 7, a multiple of 8, of kPixels pixels. kPath: from
+// ForRequantizePath. `inside`: the channels exist. `residual`: from LoadResidual. sums(i, e): the
+// sum of pixel i, channel channel + e.
 template <RequantizePath kPath, int kPixels, class Terms, typename Sums>
 __device__ __forceinline__ void RequantizeEight(const RequantizeParams& params,
                                                 const OutputPixel (&pixels)[kPixels],
@@ -225,7 +224,7 @@ __device__ __forceinline__ void RequantizeEight(const RequantizeParams& params,
   }
 }
 
-// Four sums -> bytes, by kS8 or kU8.
+// Requantizes four sums to bytes, by kS8 or kU8.
 template <RequantizePath kPath>
 __device__ __forceinline__ uint32_t RequantizeFour(const RequantizeParams& params,
                                                    const int32_t (&sums)[4],

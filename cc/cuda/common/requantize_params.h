@@ -10,14 +10,14 @@
 
 namespace jaxconv {
 
-// Straight code for what most layers do, so that an epilogue stays in the instruction cache;
-// general code for everything else.
+// Straight code for common layers, so that the epilogue stays in the instruction cache; general
+// code for all others.
 enum class RequantizePath : int32_t {
-  kS8,  // of one scale a channel; bias and ReLU at will
+  kS8,  // one scale per channel; bias and ReLU optional
   kS8Residual,
   kU8,
   kU8Residual,
-  kSums,  // int32 sums as they are, or as float32
+  kSums,  // int32 sums unchanged, or as float32
   kGeneral,
 };
 
@@ -32,11 +32,11 @@ struct RequantizeParams {
   RequantizePath path = RequantizePath::kGeneral;
   DType out_dtype = DType::kS8;
   Activation activation = Activation::kNone;
-  uint32_t kept_negative = ~0u;  // of a byte below zero, its bits that stay: none with ReLU
+  uint32_t kept_negative = ~0u;  // bits of a negative byte that stay: none with ReLU
   int32_t zero_point = 0;
-  int32_t image_channels = 0;  // from one image's scales to the next; 0: all have the same
-  // Where an output lies, in elements: pixels of an image, from one pixel to the next, from one
-  // image to the next, and from 32 channels to the next 32.
+  int32_t image_channels = 0;  // from one image's scales to the next; 0: all images share them
+  // Strides of the output in elements: pixels of an image, from one pixel to the next, from one
+  // image to the next, from one block of 32 channels to the next.
   FastDivmod pixels;
   int32_t pixel_stride = 0;
   int64_t image_stride = 0, block_stride = 0;

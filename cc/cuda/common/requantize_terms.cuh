@@ -1,4 +1,4 @@
-// The scales and biases of the int8 families' epilogue, eight channels of them.
+// The scales and biases of the int8 families' epilogue, for eight channels at a time.
 #ifndef JAXCONV_CUDA_COMMON_REQUANTIZE_TERMS_CUH_
 #define JAXCONV_CUDA_COMMON_REQUANTIZE_TERMS_CUH_
 
@@ -26,15 +26,16 @@ struct GlobalTerms {
   }
 };
 
-// The same of a tile's channels, brought to shared memory while the tile is multiplied. Global
-// memory would delay every eight channels by its latency, which so few warps cannot hide.
+// The same for a tile's channels, copied to shared memory while the tile is multiplied. Loads from
+// global memory would expose their latency for every eight channels, because there are too few
+// warps to hide it.
 template <int kChannels>
 struct SharedTerms {
   static constexpr int kBytes = 2 * kChannels * sizeof(float);
-  uint32_t shared;  // of the scales, then the biases
-  int32_t first;    // channel of the tile
+  uint32_t shared;  // address of the scales, then the biases
+  int32_t first;    // first channel of the tile
 
-  // Threads 0 to 127 of a warpgroup begin; `end`: past the last channel.
+  // Threads 0 to 127 of a warpgroup start the copy; `end`: one past the last channel.
   __device__ __forceinline__ void Copy(const RequantizeParams& params, int thread,
                                        int32_t end) const {
     constexpr int kQuads = kChannels / 4;
@@ -49,7 +50,7 @@ struct SharedTerms {
     }
     CopyAsyncCommit();
   }
-  // All of them wait, before anyone loads.
+  // All threads wait here before any of them loads.
   __device__ __forceinline__ void Wait(int barrier) const {
     CopyAsyncWait<0>();
     asm volatile("bar.sync %0, 128;" ::"r"(barrier) : "memory");

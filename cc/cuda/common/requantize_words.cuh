@@ -1,4 +1,4 @@
-// Eight neighbouring channels of a pixel in the int8 families' epilogue: in words of the output's
+// Eight neighbouring channels of a pixel in the int8 families' epilogue, as words of the output's
 // type.
 #ifndef JAXCONV_CUDA_COMMON_REQUANTIZE_WORDS_CUH_
 #define JAXCONV_CUDA_COMMON_REQUANTIZE_WORDS_CUH_
@@ -56,9 +56,10 @@ __device__ __forceinline__ void StoreEight(void* to, const uint32_t (&words)[kWo
   }
 }
 
-// A byte of a word as a float in two instructions: it becomes the low end of 2^23's mantissa, and
-// 2^23 is subtracted, exactly. A conversion of a byte takes the slowest pipe, 16 lanes a cycle.
-// `exponent`: 0x4b000000 in a register (ComputedHere); as a constant it is loaded for every byte.
+// Converts a byte of a word to float in two instructions: it places the byte in the low mantissa
+// bits of 2^23 and subtracts 2^23, which is exact. The conversion instruction uses the slowest
+// pipe, 16 lanes a cycle. `exponent`: 0x4b000000 in a register (ComputedHere); as a constant it
+// would be loaded for every byte.
 template <bool kSigned>
 __device__ __forceinline__ float ByteAsFloat(uint32_t word, int byte, uint32_t exponent) {
   const uint32_t bytes = kSigned ? word ^ 0x80808080u : word;
@@ -66,7 +67,7 @@ __device__ __forceinline__ float ByteAsFloat(uint32_t word, int byte, uint32_t e
          (kSigned ? 0x1p23f + 128 : 0x1p23f);
 }
 
-// Element e of 8 as a float; of kWords words of an array of this type.
+// Element e of 8 as a float, from an array stored in kWords words.
 template <int kWords>
 __device__ __forceinline__ float ToFloat(const uint32_t (&words)[kWords], DType dtype, int e) {
   if constexpr (kWords == 2) {
@@ -83,7 +84,7 @@ __device__ __forceinline__ float ToFloat(const uint32_t (&words)[kWords], DType 
   }
 }
 
-// Eight finished values -> kWords words of the output's type.
+// Packs eight finished values into kWords words of the output's type.
 template <int kWords>
 __device__ __forceinline__ void Round(const RequantizeParams& params, const float (&t)[8],
                                       uint32_t (&words)[kWords]) {
@@ -110,7 +111,7 @@ __device__ __forceinline__ void Round(const RequantizeParams& params, const floa
       for (int e = 0; e < 8; ++e) words[e] = r[e];
     } else {
       if (params.zero_point != 0) {
-        constexpr int32_t kFar = 1 << 20;  // beyond every byte, however the zero point shifts it
+        constexpr int32_t kFar = 1 << 20;  // outside the byte range for every zero point
 #pragma unroll
         for (int e = 0; e < 8; ++e) r[e] = min(max(r[e], -kFar), kFar) + params.zero_point;
       }
@@ -121,7 +122,7 @@ __device__ __forceinline__ void Round(const RequantizeParams& params, const floa
   }
 }
 
-// Sums without an epilogue.
+// Packs sums without an epilogue.
 template <int kWords>
 __device__ __forceinline__ void Plain(const RequantizeParams& params, const int32_t (&sum)[8],
                                       uint32_t (&words)[kWords]) {
@@ -153,7 +154,7 @@ __device__ __forceinline__ uint32_t NegativeBytes(uint32_t word) {
   return mask;
 }
 
-// Four values to be saturated -> bytes, those below zero cleared where ReLU says so.
+// Saturates four values to bytes; with ReLU, clears the negative ones.
 template <bool kSigned>
 __device__ __forceinline__ uint32_t PackBytes(const RequantizeParams& params, const int32_t* v) {
   if constexpr (!kSigned) return PackU8(v);

@@ -1,10 +1,9 @@
-// The ring of stages in shared memory between a producer and consumer warpgroups, and the set-up of
-// the kernels that have one.
+// The ring of stages in shared memory between a producer and consumer warpgroups, and the setup of
+// kernels with a ring.
 //
 // Full(s): the producer announces a stage's bytes, TMA delivers them, consumers wait. Empty(s):
 // each consumer warpgroup that reads the stage arrives when its wgmma has retired; the producer
-// waits. Filter slots, and k-blocks of the filter that stay in shared memory, have barriers of
-// their own.
+// waits. Filter slots and stationary k-blocks of the filter have their own barriers.
 #ifndef JAXCONV_CUDA_COMMON_RING_SM90_CUH_
 #define JAXCONV_CUDA_COMMON_RING_SM90_CUH_
 
@@ -15,12 +14,12 @@
 
 namespace jaxconv {
 
-// Whether a kernel lets the next one in the stream start while it still computes: its barriers and
-// tensor maps are then set up, and its first loads prefetched into L2, before this kernel has ended
-// (common/launch.cuh). This is the one switch of all these kernels.
+// Whether a kernel lets the next one in the stream start while it still computes: the next kernel
+// then sets up its barriers and tensor maps, and prefetches its first loads to L2, before this
+// kernel has ended (common/launch.cuh). One switch for all these kernels.
 inline constexpr bool kLetsNextGridStart = true;
 
-// In every thread that reads or writes global memory, before it does.
+// Called by every thread that accesses global memory, before its first access.
 __device__ __forceinline__ void WaitForInputs() {
   WaitForPrecedingGrids();
   if constexpr (kLetsNextGridStart) LetNextGridStart();
@@ -60,7 +59,7 @@ struct Barriers {
   }
 };
 
-// Gives slots back, for a consumer warpgroup, by one of its threads.
+// Frees slots for a consumer warpgroup, by one of its threads.
 struct Release {
   const bool signals = threadIdx.x % 128 == 0;
   __device__ __forceinline__ void operator()(uint32_t barrier) const {
@@ -75,7 +74,7 @@ struct RingTurn {
     if (++slot == size) slot = 0, parity ^= 1;
   }
 };
-// Of a ring of kSize.
+// Advances in a ring of kSize slots.
 template <int kSize>
 struct RingPlace : RingTurn {
   __device__ __forceinline__ void Next() { RingTurn::Next(kSize); }

@@ -1,28 +1,28 @@
-// Products of float32 on tensor cores: three TF32 products for one ("3xTF32").
+// float32 products on tensor cores: three TF32 products for each ("3xTF32").
 //
 //     x = big + small     big: x rounded to TF32's 11 bits; small: the rest, of which the tensor core
 //                         reads the upper 11 bits
-//     a b = big_a big_b + big_a small_b + small_a big_b + what is dropped, 2^-22 of it at most
+//     a b = big_a big_b + big_a small_b + small_a big_b + dropped terms, at most 2^-22 |a b|
 //
 // big + small hold at least 23 of x's 24 bits, so a product's error (rms 7e-8 of it) is about that
 // of rounding it to float32. After: Ootomo and Yokota, "Recovering single precision accuracy from
 // Tensor Cores while surpassing the FP32 theoretical peak performance", 2022; CUTLASS calls it
 // 3xTF32.
 //
-// Sums: the tensor core cuts off what its accumulators cannot hold, always towards zero, and over a
-// long reduction that adds up. So a short run of the reduction, kSplitRunSteps steps of 8 indices
-// (block_diagonal: up to three), is summed in accumulators of its own, which are then added to the
-// float32 sums by FADD, rounded to nearest (PromoteFinite).
+// Sums: the tensor core truncates its accumulators towards zero, and over a long reduction these
+// errors add up. So a short run of the reduction, kSplitRunSteps steps of 8 indices
+// (block_diagonal: up to three), is summed in separate accumulators, which FADD adds to the float32
+// sums with rounding to nearest (PromoteFinite).
 //
-// Not finite: the small part of Inf and of NaN is NaN, and of a value within 2^-12 of the largest
-// float, whose big part is Inf, it is -Inf; zero times either is NaN. So a run with such an operand
-// has a sum that is not finite, and is computed again (PromoteWithCare) with operands split by
-// SplitTf32WithCare: first the sum of the products with small parts, which is made finite, then
-// those of big parts, which have the right Inf or NaN. Where the sums are wgmma's (igemm_wgmma),
-// operands are looked at instead, and SplitTf32Finite splits those that need it.
+// Inf and NaN: the small part of Inf and NaN is NaN. A value within 2^-12 of the largest float has
+// the big part Inf and the small part -Inf. Zero times either is NaN, so a run with such an operand
+// has a sum that is not finite. That run is computed again (PromoteWithCare) with operands split by
+// SplitTf32WithCare: first the products with small parts, whose sum is made finite, then the
+// products of the big parts, which give the right Inf or NaN. igemm_wgmma tests the operands
+// instead of the sums, and splits those that need it by SplitTf32Finite.
 //
-// Operands below 2^-112 in magnitude have small parts that are subnormal, with fewer bits: there
-// the error is up to 2^-137 times the other factor.
+// Operands below 2^-112 in magnitude have subnormal small parts, with fewer bits; the error is then
+// up to 2^-137 times the other factor.
 #ifndef JAXCONV_CUDA_COMMON_SPLIT_TF32_CUH_
 #define JAXCONV_CUDA_COMMON_SPLIT_TF32_CUH_
 
@@ -41,14 +41,15 @@ inline constexpr int kSplitRunSteps = 2;
 
 inline constexpr uint32_t kTf32Mask = 0xffffe000;
 
-// Of a finite x below the largest float by more than 2^-12 of it. Else `small` is NaN or Inf, and
-// `big` may be anything.
+// Splits a finite x whose magnitude is below (1 - 2^-12) of the largest float. For any other x,
+// `small` is NaN or Inf and `big` is arbitrary.
 __device__ __forceinline__ void SplitTf32(uint32_t x, uint32_t* big, uint32_t* small) {
   *big = (x + 0x1000) & kTf32Mask;
   *small = __float_as_uint(__uint_as_float(x) - __uint_as_float(*big));
 }
 
-// acc += run where `add`: predicated, as a branch would part what is multiplied at the same time.
+// acc += run if `add`. Predicated, because a branch would separate the MMAs that run at the same
+// time.
 __device__ __forceinline__ void AddIf(bool add, const float (&run)[4], float (&acc)[4]) {
   asm("{\n"
       ".reg .pred p;\n"
@@ -62,8 +63,7 @@ __device__ __forceinline__ void AddIf(bool add, const float (&run)[4], float (&a
       : "f"(run[0]), "f"(run[1]), "f"(run[2]), "f"(run[3]), "r"(uint32_t{add}));
 }
 
-// Of any x. `big` is NaN or Inf where x is, and finite where x is; `small` is NaN where `big` is
-// not finite.
+// Splits any x. `big` is NaN, Inf or finite as x is; `small` is NaN if `big` is not finite.
 __device__ __forceinline__ void SplitTf32WithCare(uint32_t x, uint32_t* big, uint32_t* small) {
   const uint32_t magnitude = x & 0x7fffffff;
   *big = magnitude > 0x7f800000    ? x | 0x400000  // a NaN whose upper bits may be zeros
@@ -72,9 +72,9 @@ __device__ __forceinline__ void SplitTf32WithCare(uint32_t x, uint32_t* big, uin
   *small = __float_as_uint(__uint_as_float(x) - __uint_as_float(*big));
 }
 
-// Of any x, where sums are not looked at: `big` is finite, and where x is not, 1 with its sign, and
-// `small` is x. The sum of the three products with b is then x b + small_b + b, where the product
-// of an infinite `big` and a `small_b` of zero would make it NaN.
+// Splits any x for callers that do not test sums. `big` is always finite: if x is not finite, `big`
+// is 1 with the sign of x, and `small` is x. The three products with b then sum to x b + small_b +
+// b; an infinite `big` times a zero `small_b` would make the sum NaN.
 __device__ __forceinline__ void SplitTf32Finite(uint32_t x, uint32_t* big, uint32_t* small) {
   const uint32_t magnitude = x & 0x7fffffff;
   if (magnitude >= 0x7f800000) {
@@ -82,13 +82,13 @@ __device__ __forceinline__ void SplitTf32Finite(uint32_t x, uint32_t* big, uint3
     *small = magnitude > 0x7f800000 ? x | 0x400000 : x;  // a NaN whose upper bits may be zeros
     return;
   }
-  const uint32_t half = magnitude >= 0x7f7ff000 ? 0 : 0x1000;  // not up to Inf
+  const uint32_t half = magnitude >= 0x7f7ff000 ? 0 : 0x1000;  // must not round up to Inf
   *big = (x + half) & kTf32Mask;
   *small = __float_as_uint(__uint_as_float(x) - __uint_as_float(*big));
-  if (half == 0) *small = (*small + 0x1000) & kTf32Mask;  // of 13 bits, where it has 12 otherwise
+  if (half == 0) *small = (*small + 0x1000) & kTf32Mask;  // here 13 bits remain, otherwise 12
 }
 
-// The parts of a warp's fragments of one run of kSteps: of kBlocks blocks, kWords words each.
+// The parts of a warp's fragments for one run of kSteps steps: kBlocks blocks of kWords words each.
 template <int kSteps, int kBlocks, int kWords>
 struct SplitWords {
   uint32_t big[kSteps][kBlocks][kWords], small[kSteps][kBlocks][kWords];
@@ -126,7 +126,7 @@ struct SplitWords {
   }
 };
 
-// Whether a sum of a run is not finite; acc += run where all are.
+// Returns whether a sum of a run is not finite; acc += run if all are finite.
 template <int kBlocksN>
 __device__ __forceinline__ bool PromoteFinite(const float (&run)[kBlocksN][4],
                                               float (&acc)[kBlocksN][4]) {
@@ -142,12 +142,14 @@ __device__ __forceinline__ bool PromoteFinite(const float (&run)[kBlocksN][4],
   return !finite;
 }
 
-// acc += A B of one run and 16 rows, of split words, where all sums are finite. Returns whether not.
+// acc += A B for one run of split words and 16 rows, if all sums are finite; returns whether some
+// are not.
 template <int kSteps, int kBlocksN>
 __device__ __forceinline__ bool MultiplySplit(const SplitWords<kSteps, 1, 4>& of_a,
                                               const SplitWords<kSteps, kBlocksN, 2>& of_b,
                                               float (&acc)[kBlocksN][4]) {
-  // Small products first. Passes over the columns: instructions with one accumulator lie apart.
+  // Small products first. Each pass runs over the columns, so that instructions on the same
+  // accumulator are far apart.
   float sums[kBlocksN][4];
 #pragma unroll
   for (int step = 0; step < kSteps; ++step) {
@@ -177,14 +179,14 @@ __device__ __forceinline__ bool MultiplySplit(const SplitWords<kSteps, 1, 4>& of
   return PromoteFinite(sums, acc);
 }
 
-// acc += A B of one run, of a warp's fragments as mma.cuh has them: block by block of 16 rows, the
-// sums of one promoted while the next is multiplied.
+// acc += A B over one run, with a warp's fragments in mma.cuh's order. Blocks of 16 rows follow
+// each other: the sums of one are promoted while the next is multiplied.
 //     b               the words of B, for 8 columns two
-//     a               those of the first block of A
-//     read_a(i, a)    reads those of block i
-//     beside(i)       called beside the products of block i; b may be written again then, and a beside
+//     a               the words of the first block of A
+//     read_a(i, a)    reads the words of block i
+//     beside(i)       called during the products of block i; it may overwrite b, and a during
 //                     those of the last
-// Returns a bit for each block that is left to PromoteWithCare, by this thread.
+// Returns one bit for each block that this thread leaves to PromoteWithCare.
 template <int kSteps, int kBlocksM, int kBlocksN, typename ReadA, typename Beside>
 __device__ __forceinline__ uint32_t MultiplySplitRun(const uint32_t (&b)[kSteps][kBlocksN][2],
                                                      uint32_t (&a)[kSteps][4],
@@ -209,8 +211,8 @@ __device__ __forceinline__ uint32_t MultiplySplitRun(const uint32_t (&b)[kSteps]
   return left;
 }
 
-// acc += the products of one run in the blocks of `left`, with operands of any value. read(step, a,
-// b) reads all words of a step. All threads of the warp call it.
+// acc += the products of one run for the blocks in `left`, with operands of any value. read(step,
+// a, b) reads all words of a step. All threads of the warp call it.
 template <int kSteps = kSplitRunSteps, int kBlocksM, int kBlocksN, typename Read>
 __device__ __forceinline__ void PromoteWithCare(uint32_t left, float (&acc)[kBlocksM][kBlocksN][4],
                                                 Read read) {
@@ -243,7 +245,7 @@ __device__ __forceinline__ void PromoteWithCare(uint32_t left, float (&acc)[kBlo
       for (int i = 0; i < kBlocksM; ++i) {
 #pragma unroll
         for (int j = 0; j < kBlocksN; ++j) {
-          // Of NaN, too.
+          // Also true for NaN.
 #pragma unroll
           for (int e = 0; e < 4; ++e) {
             run[i][j][e] = fmaxf(fminf(run[i][j][e], FLT_MAX), -FLT_MAX);

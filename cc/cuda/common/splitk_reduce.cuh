@@ -1,11 +1,11 @@
-// The sum of split-K slices, in an order that the number of slices alone settles, so that every run
-// gives the same bits; then the epilogue.
+// Sums split-K slices, then applies the epilogue. The order depends only on the number of slices,
+// so every run gives the same bits.
 //
-// A CTA owns neighbouring outputs, up to 4 a thread, and its rows of threads share the slices among
-// them: a thread adds a run of neighbouring slices in order, then the first row adds the runs in
-// order. A small output of many slices (a filter over a large image) would otherwise be a few
-// threads waiting for one slice after another. Eight loads are in flight before the first addition:
-// the additions are ordered, the loads need not be.
+// A CTA owns neighbouring outputs, up to 4 a thread, and divides the slices among its rows of
+// threads: a thread adds a run of neighbouring slices in order, then the first row adds the runs in
+// order. Without this division, a small output with many slices (wgrad over a large image) would
+// occupy a few threads that wait for one slice after another. Eight loads are in flight before the
+// first addition.
 #ifndef JAXCONV_CUDA_COMMON_SPLITK_REDUCE_CUH_
 #define JAXCONV_CUDA_COMMON_SPLITK_REDUCE_CUH_
 
@@ -23,7 +23,7 @@ namespace jaxconv {
 
 inline constexpr int kSplitkThreads = 256;
 inline constexpr int kSplitkInFlight = 8;
-// Rows of threads of a CTA at most, so that the neighbours of a row still read whole cache lines.
+// The most rows of threads in a CTA; more would make the rows too short to read whole cache lines.
 inline constexpr int kSplitkMaxRuns = 32;
 
 template <typename Out, int kWidth, class Epilogue>
@@ -36,7 +36,7 @@ __global__ void __launch_bounds__(kSplitkThreads)
   const bool inside = first < elements;
   const int64_t begin = threadIdx.y * slices_of_run;
   const int64_t end = min(slices, begin + slices_of_run);
-  // The residual is asked for with the slices, for whose sums it would else wait.
+  // The residual is loaded together with the slices; otherwise its load would follow their sum.
   [[maybe_unused]] const bool by_vectors = kWidth == 4 && channels % 4 == 0;
   [[maybe_unused]] Neighbours<Out, kWidth> residual{};
   if constexpr (!Epilogue::kPlain) {
@@ -113,7 +113,7 @@ Status LaunchSplitkReduceTo(const float* partial, int64_t elements, int64_t slic
                                                       static_cast<Out*>(out), channels, epilogue);
 }
 
-// As LaunchSplitkReduce, with an epilogue over `channels` output channels, which run fastest.
+// Like LaunchSplitkReduce, with an epilogue over `channels` output channels, the fastest axis.
 template <class Epilogue>
 Status LaunchSplitkReduceWith(const float* partial, int64_t elements, int64_t slices,
                               int64_t channels, const EpilogueParams& epilogue, void* out,
@@ -133,7 +133,7 @@ Status LaunchSplitkReduceWith(const float* partial, int64_t elements, int64_t sl
   }
 }
 
-// The reduction behind a kernel whose instance has this epilogue. Each is compiled once.
+// The reduction after a kernel with this epilogue; compiled once for each epilogue.
 template <class Epilogue>
 Status ReduceSlices(const float* partial, int64_t elements, int64_t slices, int64_t channels,
                     const EpilogueParams& epilogue, void* out, DType out_dtype, void* stream) {

@@ -15,7 +15,7 @@ namespace jaxconv {
 Status LaunchSplitkReduce(const float* partial, int64_t elements, int64_t slices, void* out,
                           DType out_dtype, void* stream);
 
-// The same, then the fused epilogue over `channels` output channels, which run fastest.
+// The same, then the fused epilogue over `channels` output channels, the fastest axis.
 Status LaunchFusedSplitkReduce(const float* partial, int64_t elements, int64_t slices,
                                int64_t channels, const EpilogueParams& epilogue, void* out,
                                DType out_dtype, void* stream);

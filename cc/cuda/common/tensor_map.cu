@@ -7,7 +7,7 @@
 namespace jaxconv {
 namespace {
 
-// The library links no libcuda: the driver that is there gives the addresses.
+// The library does not link libcuda: it asks the installed driver for the addresses.
 template <typename Function>
 Function EntryPoint(const char* name) {
   void* address = nullptr;

@@ -1,22 +1,22 @@
-// Persistent matrix products on wgmma, by clusters of two CTAs and by turns (sm_90a).
+// Persistent matrix products on wgmma, in pingpong, by clusters of two CTAs (sm_90a).
 //
 //                            time         ->
 //     consumer warpgroup 0   | multiply 0 | store 0    | multiply 2 ...
 //     consumer warpgroup 1                | multiply 1 | store 1 ...
 //     producer               | loads of 0 | of 1       | of 2 ...
 //
-// The two consumer warpgroups, each with tiles of its own, alternate on the tensor cores: one
-// stores while the other multiplies. The producer runs ahead into the next tile's stages. Cluster c
-// processes tiles c, c + clusters, ...
+// The two consumer warpgroups have separate tiles and alternate on the tensor cores: one stores
+// while the other multiplies. The producer loads the next tile's stages ahead. Cluster c processes
+// tiles c, c + clusters, ...
 //
 // Full(s): the producer announces a stage's bytes, its own and those that the other CTA sends.
-// Empty(s): one consumer warpgroup of each CTA arrives at both CTAs' when its wgmma has retired,
-// one k-block late so that one is always under way. Named barriers 1 and 2 hand the tensor cores
-// over. Registers: producer 40, consumers 232.
+// Empty(s): when its wgmma has retired, a consumer warpgroup of each CTA arrives at both CTAs'
+// barrier, one k-block late, so that one wgmma is always in flight. Named barriers 1 and 2 pass the
+// tensor cores on. Registers: producer 40, consumers 232.
 //
 // A Gemm has
 //
-//     Tile       kStages, kStageBytes and what else Barriers asks for; kThreads = 384
+//     Tile       kStages, kStageBytes and the other members that Barriers needs; kThreads = 384
 //     Params     tiles: of a cluster; k_blocks: stages of a tile
 //     Maps       tensor maps, and Prefetch(maps)
 //     Loads      (params, maps, rank, ring); Begin(tile); Load(k_block, first byte of the stage in the
@@ -76,7 +76,7 @@ __device__ __forceinline__ void Consume(const typename Gemm::Params& params, int
   const typename Gemm::Stores stores(params);
   const int32_t stride = gridDim.x / kTurnsCtas;
   for (int32_t tile = ClusterId() + kWarpgroup * stride; tile < params.tiles; tile += 2 * stride) {
-    if (tile >= stride) stage.Skip(params.k_blocks);  // the other's tile before
+    if (tile >= stride) stage.Skip(params.k_blocks);  // the other consumer's previous tile
     NamedBarrierSync(1 + kWarpgroup, 256);
     typename Gemm::Sums sums;
     uint32_t last = 0;
@@ -113,7 +113,7 @@ __device__ __forceinline__ void RunTurnsGemm(const typename Gemm::Params& params
     barriers.Init(kTurnsCtas);
     Gemm::Prefetch(maps);
   }
-  // Copies and arrivals from the other CTA find the barriers ready.
+  // Before copies and arrivals from the other CTA, the barriers must be initialised.
   ClusterArrive();
   ClusterWait();
   if constexpr (kWaits) WaitForInputs();
@@ -133,7 +133,7 @@ __device__ __forceinline__ void RunTurnsGemm(const typename Gemm::Params& params
       turns_internal::Consume<1, Gemm>(params, rank, ring, barriers);
     }
   }
-  // The other CTA copies into this one's shared memory, and arrives there, to the end.
+  // Until its end, the other CTA copies to this CTA's shared memory and arrives at its barriers.
   ClusterArrive();
   ClusterWait();
 }

@@ -1,4 +1,4 @@
-// A persistent CTA's tiles by way of two buffers.
+// A persistent CTA's tiles, double-buffered.
 #ifndef JAXCONV_CUDA_COMMON_TWO_BUFFERS_CUH_
 #define JAXCONV_CUDA_COMMON_TWO_BUFFERS_CUH_
 
@@ -8,14 +8,14 @@
 
 namespace jaxconv {
 
-// Tiles blockIdx.x, blockIdx.x + gridDim.x, ... While one is read from its buffer, the other buffer
-// is filled for the next. Place(params, index): where a tile lies. `step`: between the buffers, in
-// bytes, or 1.
+// Tiles blockIdx.x, blockIdx.x + gridDim.x, ... While one buffer is read, the other is filled for
+// the next tile. Place(params, index): the position of a tile. `step`: the distance of the buffers
+// in bytes, or 1.
 template <class Place>
 struct TwoBuffers {
   int32_t index = blockIdx.x;
   Place tile;
-  uint32_t buffer = 0;  // the tile's
+  uint32_t buffer = 0;  // the tile's buffer
 
   template <class Params>
   __device__ __forceinline__ explicit TwoBuffers(const Params& params) : tile(params, index) {}

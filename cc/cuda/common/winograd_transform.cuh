@@ -1,4 +1,4 @@
-// Winograd's one-dimensional transforms on registers, for every kernel of the family and, with
+// The one-dimensional Winograd transforms on registers, for all kernels of the family and, in
 // float, for the host.
 //
 //     input    v = B^T d     m + 2 -> m + 2
@@ -6,13 +6,13 @@
 //     output   y = A^T M     m + 2 -> m
 //
 // A two-dimensional transform applies one of them along the rows of a tile, then along its columns.
-// Coefficients are constants of the instructions: zeros cost nothing, and +1 and -1 an addition.
+// Coefficients are immediate constants: 0 costs nothing, +1 and -1 cost an addition.
 //
-// The input transform, whose arithmetic shows beside its bytes, halves the work of two points p and
-// q: with h the product of (x - l) over the other finite points l, the rows of p and q in B^T hold
-// the coefficients of (x - q) h and (x - p) h. So both follow from h . d and from h . d one element
-// further on. One transform takes 8 instructions
-// for m = 2, 25 for m = 4 and 32 for m = 6 (by rows of B^T: 8, 26, 44).
+// The arithmetic of the input transform is not hidden behind its memory traffic, so two points p
+// and q share theirs. Let h be the product of (x - l) over the other finite points l. The rows of p
+// and q in B^T hold the coefficients of (x - q) h and (x - p) h, so both follow from h . d and from
+// h . d shifted by one element. One transform takes 8 instructions for m = 2, 25 for m = 4 and 32
+// for m = 6 (by rows of B^T: 8, 26, 44).
 #ifndef JAXCONV_CUDA_COMMON_WINOGRAD_TRANSFORM_CUH_
 #define JAXCONV_CUDA_COMMON_WINOGRAD_TRANSFORM_CUH_
 
@@ -33,7 +33,7 @@
 
 namespace jaxconv::winograd {
 
-// coefficient * value + sum, rounded as the type does.
+// coefficient * value + sum, with the type's rounding.
 JAXCONV_HOST_DEVICE float ScaledSum(float coefficient, float value, float sum) {
   return fmaf(coefficient, value, sum);
 }
@@ -47,7 +47,7 @@ __device__ __forceinline__ __half2 Scaled(float coefficient, __half2 value) {
 }
 #endif
 
-// Evaluated by the host's compiler, whose constexpr functions device code may not call.
+// The host compiler evaluates it: device code may not call constexpr host functions.
 template <class Row, int k>
 inline constexpr float kCoefficient = Row::At(k);
 
@@ -80,7 +80,8 @@ JAXCONV_HOST_DEVICE T Dot(const T* value) {
   }
 }
 
-// The term of so many smaller ones, by the magnitude of its coefficient; -1 where there are fewer.
+// The index of the term with this rank, in ascending order of coefficient magnitude; -1 past the
+// last.
 template <class Row, int kCount>
 constexpr int AscendingTerm(int rank) {
   auto magnitude = [](int k) { return Row::At(k) < 0 ? -Row::At(k) : Row::At(k); };
@@ -97,8 +98,8 @@ constexpr int AscendingTerm(int rank) {
 template <class Row, int kCount, int rank>
 inline constexpr int kAscendingTerm = AscendingTerm<Row, kCount>(rank);
 
-// Dot in the order of the coefficients' magnitudes: in float16 the sums in front of the largest
-// term are small, and so is what their rounding adds.
+// Dot in ascending order of the coefficients' magnitudes: in float16 the sums before the largest
+// term are small, and so are their rounding errors.
 template <class Row, int kCount, int rank = 0, typename T>
 JAXCONV_HOST_DEVICE T DotAscending(const T* value, T sum = T()) {
   constexpr int k = kAscendingTerm<Row, kCount, rank>;
@@ -126,11 +127,11 @@ struct OutputRow {
   static constexpr float At(int k) { return kTransform<m>.at[i][k]; }
 };
 
-// The finite points i and i + 1 of F(m, 3): their common factor h, scaled by the smaller of the
-// powers of two by which B^T's rows are balanced.
+// The common factor h of the finite points i and i + 1 of F(m, 3), scaled by the smaller of the two
+// powers of two that balance their rows of B^T.
 template <int m, int i>
 struct PointPair {
-  static constexpr int kTerms = m;  // alpha - 1 finite points but two, and the constant term
+  static constexpr int kTerms = m;  // alpha - 1 finite points less two, plus the constant term
   // Rows of B^T are balanced products of m factors x - l: the last coefficient is the scale.
   static constexpr Rational Scale(int row) { return Matrices<m>().bt[row][m]; }
   static constexpr Rational Common() { return Scale(i) < Scale(i + 1) ? Scale(i) : Scale(i + 1); }
@@ -145,7 +146,7 @@ struct PointPair {
     }
     return h[k].ToFloat();
   }
-  // The row of point `own` from (h further on, h): the factor x - other.
+  // The row of point `own` from (h shifted by one, h): the factor x - other.
   template <int own, int other>
   struct Row {
     static constexpr float At(int k) {
@@ -166,7 +167,7 @@ JAXCONV_HOST_DEVICE void TransformPairs(const T (&d)[m + 2], T (&v)[m + 2]) {
   }
 }
 
-// v = B^T d. T: float, or on the device __half2, whose every operation rounds to float16.
+// v = B^T d. T: float, or on the device __half2, which rounds every operation to float16.
 template <int m, typename T>
 JAXCONV_HOST_DEVICE void TransformInput(const T (&d)[m + 2], T (&v)[m + 2]) {
   v[0] = Dot<InputRow<m, 0>, m + 2>(d);
@@ -174,10 +175,10 @@ JAXCONV_HOST_DEVICE void TransformInput(const T (&d)[m + 2], T (&v)[m + 2]) {
   v[m + 1] = Dot<InputRow<m, m + 1>, m + 2>(d);
 }
 
-// Half of the points of v = B^T d: (m + 2) / 2 of them, the first half or the second. By rows, but
-// the points 1/2 and -2 of F(4, 3) as a pair: 13 and 11 instructions of F(4, 3). In float16 V's
-// error is 1.2 times that of rounding once, of inputs of either sign 1.4 times; by pairs alone it
-// is 1.4 and 1.7 times.
+// The first or the second half of the m + 2 points of v = B^T d. Each point is computed by its row,
+// except the points 1/2 and -2 of F(4, 3), which are a pair: 13 and 11 instructions for F(4, 3).
+// The float16 error of V is 1.2 times that of a single rounding (1.4 times for inputs of both
+// signs); with pairs throughout it is 1.4 (1.7) times.
 template <int m, int kHalf, int i = 0, typename T>
 JAXCONV_HOST_DEVICE void TransformInputHalf(const T (&d)[m + 2], T (&v)[(m + 2) / 2]) {
   constexpr int kOwn = (m + 2) / 2;

@@ -9,15 +9,15 @@
 namespace jaxconv {
 namespace {
 
-// XLA's autotuner takes a kernel of cuDNN or cuBLAS. A class is a kind of convolution for which it
-// takes kernels of one kind.
+// XLA's autotuner picks a kernel of cuDNN or cuBLAS. A class holds the convolutions for which it
+// picks kernels of one kind.
 enum class Class {
-  kDepthwise,          // a group has one input and one output channel
-  kDepthwiseAbove3x3,  // weight gradients of such filters in FP32, where cuDNN has a kernel up to 3x3
+  kDepthwise,          // one input and one output channel per group
+  kDepthwiseAbove3x3,  // FP32 wgrad of depthwise filters above 3x3: cuDNN's own kernel ends there
   kDepthwiseRank1,
-  kGrouped,       // 2 to 32 channels a group
+  kGrouped,       // 2 to 32 channels per group
   kFewChannels,   // at most 4 input channels
-  kDilatedWgrad,  // XLA exchanges stride and dilation
+  kDilatedWgrad,  // XLA swaps stride and dilation
   kPointwise,     // 1x1 of stride 1: a matrix product
   kDense,
   kUnmeasured,
@@ -27,9 +27,9 @@ enum class Pipe { kWgmma, kMmaSync, kFma };  // kWgmma: mma.sync where the GPU h
 
 constexpr int kFprop = 1, kDgrad = 2, kWgrad = 4, kGather = kFprop | kDgrad;
 
-// Predicted microseconds: fixed + (compute^p + memory^p)^(1/p). Compute is the FLOPs at a share of
-// the pipe's rate; memory is every tensor once at a share of the DRAM rate, with what is written
-// counted so much more. p is how well the two overlap (Overlap).
+// Predicted microseconds: fixed + (compute^p + memory^p)^(1/p). Compute is the FLOPs at flop_share
+// of the pipe's rate. Memory is every tensor once, written bytes weighted by 1 + written_excess, at
+// dram_share of the DRAM rate. The larger p, the better the two overlap (Overlap).
 struct Row {
   Class problem_class;
   int ops;
@@ -39,10 +39,11 @@ struct Row {
   double flop_share, dram_share, written_excess = 0;
 };
 
-// Fitted to lax on an H200 with jax 0.11.2 (docs/notes/xla.md). The last column: the number of
-// measured times, and the least and greatest prediction over measurement. fprop and dgrad of kDense
-// with 16-bit and TF32 operands lie above most of the measured times: kernels of this library are
-// about as fast there, and a layer is left to XLA only where that probably gains.
+// Fitted to lax on an H200 with jax 0.11.2 (docs/notes/xla.md). The comment in each line: the
+// number of measured times, and the least and greatest ratio of prediction to measurement.
+// Predictions for 16-bit and TF32 kDense fprop and dgrad exceed most measured times on purpose:
+// this library's kernels are about as fast there, so a layer goes to XLA only where that probably
+// gains.
 // clang-format off
 constexpr Row kRows[] = {
     {Class::kDepthwise,         kGather, Operands::k16Bit,  7.5, Pipe::kFma,     0.18,   0.69},        //  32  0.81 1.13
@@ -81,12 +82,12 @@ constexpr Row kRows[] = {
 };
 // clang-format on
 
-// Of the DRAM rate, where a kernel of XLA's reads and writes every element once: that of a copy, 3.99
-// of 4.8 TB/s.
+// Share of the DRAM rate that an elementwise XLA kernel reaches, measured with a copy: 3.99 of 4.8
+// TB/s.
 constexpr double kPassShare = 0.83;
 
-// The p of Row: matrix products and depthwise kernels load while they compute, products that store much
-// least so; the others wait for a part of what they gather.
+// The p of Row. Matrix products and depthwise kernels load while they compute, products with large
+// outputs less so; the other kernels wait for a part of their gathered loads.
 double Overlap(const Row& row) {
   const bool waits = row.problem_class == Class::kFewChannels ||
                      row.problem_class == Class::kDense ||
@@ -96,48 +97,49 @@ double Overlap(const Row& row) {
   return row.operands == Operands::k16Bit ? 2.5 : row.operands == Operands::kTf32 ? 3.2 : 4;
 }
 
-// cuBLAS reads fprop's filter as (k, c): a kernel in front transposes it from (c, k), at a share of the
-// DRAM rate.
+// cuBLAS reads fprop's filter as (k, c): a preceding kernel transposes it from (c, k), at
+// kTransposeShare of the DRAM rate.
 constexpr double kTransposeUs = 1.2, kTransposeShare = 0.5;
 
-// Weight gradients whose tiles of 64x64 fill no wave are split along the reduction, and cuBLAS reduces
-// the partial sums of so many results in a microsecond.
+// cuBLAS splits a wgrad along the reduction if its 64x64 tiles do not fill a wave, and then sums
+// the partial results of kReducedPerUs outputs in a microsecond.
 constexpr int64_t kSplitTile = 64 * 64;
 constexpr double kReducedPerUs = 140e3;
 
-// The powers of whole tiles of channels, 128x128 of weight gradients, 256 of TF32's fprop and dgrad.
+// Exponents of TileExcess: for wgrad with tiles of 128x128 channels, for TF32 fprop and dgrad with
+// tiles of 256.
 constexpr double kWgradExcessPower = 0.9, kTf32WgradExcessPower = 0.68, kTf32ExcessPower = 0.54;
 
-// TF32 weight gradients of 64 to 128 channels are no product of cuBLAS's tiles of 64, and cuDNN computes
-// them, so many times slower.
+// A TF32 wgrad of more than 64 and less than 128 channels does not fit cuBLAS's tiles of 64; cuDNN
+// computes it, this many times slower.
 constexpr double kTf32WgradBetween = 1.6;
 
-// Of the L2, what of a result is written back beside the next kernel's loads: only the rest counts as
-// written.
+// The share of the L2 from which a result is written back during the next kernel's loads. Only the
+// rest of the result counts as written.
 constexpr double kWrittenLater = 0.64, kTf32WrittenLater = 0.22;
-// 16-bit matrix products whose rows along the reduction are no multiple of a cache line take so much
-// more of DRAM's time.
+// DRAM time grows by these factors in matrix products whose rows along the reduction are no
+// multiple of a cache line.
 constexpr int64_t kLineBytes = 128;
 constexpr double kPartialLines = 1.15, kTf32PartialLines = 1.08;
 
-// A weight gradient of strided depthwise convolution takes so many times longer: its tiles of 4x4
-// pixels read rows of x that the next ones read again.
+// A strided depthwise wgrad takes this many times longer: its tiles of 4x4 pixels read rows of x
+// that the next tiles read again.
 constexpr double kStridedTiles = 1.4;
 
-// cuDNN gathers groups into blocks of so many channels, with zeros between the groups.
+// cuDNN gathers groups into blocks of this many channels, with zeros between the groups.
 constexpr double kBlockChannels = 32;
-// From so many channels a group on, wgrad has a kernel for Hopper, whose blocks waste less.
+// From this many channels per group on, wgrad has a Hopper kernel, whose blocks waste less.
 constexpr int64_t kHopperGroup = 8;
-// From so many on, 16-bit fprop and dgrad do.
+// The same for 16-bit fprop and dgrad.
 constexpr int64_t kWideGroup = 16;
-// A kernel of XLA's writes dy with the zeros of a strided dgrad at this share of the DRAM rate.
+// For a strided dgrad, an XLA kernel inserts zeros into dy at this share of the DRAM rate.
 constexpr double kDilateShare = 0.32;
-// Rank 3 is computed in another layout: all tensors are moved so many times more.
+// XLA computes rank 3 in another layout: all tensors are moved this many more times.
 constexpr double kRank3Passes = 7;
 
-// cuDNN's FFT of 3x3 filters in FP32. It was taken at 32 images and 128 channels and more, for dgrad
-// at 64, and not below. Tiles have 16x16 or 32x32 pixels, and the spectrum of a tile has 16 x 9 or
-// 32 x 17 numbers.
+// cuDNN's FFT of 3x3 filters in FP32. The autotuner picks it from 32 images and 128 channels on
+// (dgrad: 64). Tiles have 16x16 or 32x32 pixels, and the spectrum of a tile has 16 x 9 or 32 x 17
+// numbers.
 constexpr int64_t kFftImages = 32, kFftChannels = 128, kFftDgradChannels = 64;
 constexpr int64_t kFftSmallTile = 16, kFftTile = 32;
 constexpr double kFftFixedUs = 12;  // seven or eight kernels
@@ -161,7 +163,7 @@ Class ClassOf(const ConvProblem& problem) {
     return blocks ? Class::kGrouped : Class::kUnmeasured;
   }
   if (problem.c <= 4) return Class::kFewChannels;
-  // Channels that are no multiple of 16 bytes are padded by kernels of their own.
+  // Separate kernels pad channels that are no multiple of 16 bytes.
   const int64_t aligned = 16 / ByteWidth(problem.lhs_dtype());
   if (std::min(problem.c, problem.k) < 16 || problem.c % aligned != 0 || problem.k % aligned != 0) {
     return Class::kUnmeasured;
@@ -170,7 +172,7 @@ Class ClassOf(const ConvProblem& problem) {
   return problem.taps() == 1 && AllOnes(problem.stride) ? Class::kPointwise : Class::kDense;
 }
 
-// The row of the problem, or null where nothing was measured or XLA is not accurate enough.
+// The problem's row, or null if nothing was measured or XLA is not accurate enough.
 const Row* FindRow(const ConvProblem& problem) {
   const DType type = problem.lhs_dtype();
   if (problem.rhs_dtype() != type || problem.output_dtype() != type) return nullptr;
@@ -182,10 +184,9 @@ const Row* FindRow(const ConvProblem& problem) {
     // Depthwise kernels multiply in FP32 at every precision.
     const bool depthwise =
         problem_class == Class::kDepthwise || problem_class == Class::kDepthwiseAbove3x3;
-    // At HIGH the others multiply in TF32: an rms error of 3e-4 where a direct sum has 5e-7.
+    // At HIGH the others multiply in TF32, with an rms error of 3e-4; a direct FP32 sum has 5e-7.
     if (problem.precision == Precision::kHigh && !depthwise) return nullptr;
-    // At HIGHEST weight gradients of stride 1 go through Winograd or short sums, with rms errors of
-    // 4e-6 to 4e-5.
+    // At HIGHEST, wgrad with stride 1 uses Winograd or short sums, with rms errors of 4e-6 to 4e-5.
     if (problem.precision == Precision::kHighest && problem.op == Op::kWgrad &&
         problem.groups == 1 && problem.taps() > 1 && AllOnes(problem.stride)) {
       return nullptr;
@@ -214,12 +215,12 @@ double FlopsPerUs(const Row& row, const Gpu& gpu) {
   return operations * per_clock * gpu.sm_count * gpu.cycles_per_us();
 }
 
-// The outputs of whole waves of whole tiles, over the outputs of fprop or dgrad: with the tile that
-// suits them best.
+// The outputs that whole waves of whole tiles compute, divided by the outputs of the fprop or
+// dgrad, for the best tile.
 double WaveExcess(const ConvProblem& problem, const Gpu& gpu) {
   struct Tile {
     int64_t m, n;
-    double slower;  // than larger tiles, all SMs busy
+    double slower;  // than larger tiles with all SMs busy
   };
   constexpr Tile kTiles[] = {{256, 128, 1}, {128, 128, 1}, {256, 64, 1}, {128, 64, 1.12}};
   const bool fprop = problem.op == Op::kFprop;
@@ -234,13 +235,13 @@ double WaveExcess(const ConvProblem& problem, const Gpu& gpu) {
   return least / (static_cast<double>(m) * static_cast<double>(n));
 }
 
-// The channels of whole tiles over the channels.
+// Channels rounded up to whole tiles, divided by the channels.
 double TileExcess(int64_t channels, int64_t tile) {
   return static_cast<double>(CeilDiv(channels, tile) * tile) / static_cast<double>(channels);
 }
 
-// Microseconds of cuDNN's FFT, infinite where it was not taken. fprop's padded map lies in one tile;
-// only dgrad cuts larger maps into tiles.
+// Microseconds of cuDNN's FFT, infinite where the autotuner does not pick it. fprop's padded map
+// must fit in one tile; only dgrad divides larger maps into tiles.
 double FftMicroseconds(const ConvProblem& problem, const Gpu& gpu) {
   if (problem.op == Op::kWgrad || problem.groups > 1 || problem.rank != 2 || problem.taps() == 1 ||
       !AllOnes(problem.stride) || !AllOnes(problem.dilation) || problem.n < kFftImages ||
@@ -262,8 +263,8 @@ double FftMicroseconds(const ConvProblem& problem, const Gpu& gpu) {
   const auto frequencies = static_cast<double>(tile * (tile / 2 + 1));
   const auto maps = static_cast<double>(problem.n * tiles);
   const auto c = static_cast<double>(problem.c), k = static_cast<double>(problem.k);
-  // A complex number has 8 bytes, and a product of two takes 8 operations. Spectra are written and
-  // read; x and y are moved between layouts, written and read.
+  // A complex number has 8 bytes, and a complex product takes 8 operations. Spectra are written and
+  // read; x and y change layout, which writes and reads them once more.
   const double spectra = 8 * frequencies * (maps * (c + k) + c * k);
   const double tensors = 4.0 * static_cast<double>(problem.x_elements() + problem.y_elements());
   const double flops = 8 * frequencies * maps * c * k;
@@ -297,7 +298,7 @@ double PredictXlaMicroseconds(const ConvProblem& problem, const Gpu& gpu) {
     flops *= hopper ? std::sqrt(waste / 2) : wide ? std::sqrt(waste) : waste;
   }
   if (problem.groups > 1 && problem.op == Op::kDgrad && !AllOnes(problem.stride)) {
-    // XLA writes dy with zeros between its pixels and convolves that.
+    // XLA inserts zeros between the pixels of dy and convolves the result.
     const auto pixels = static_cast<double>(problem.in_pixels());
     flops *= pixels / static_cast<double>(problem.out_pixels());
     us += width * static_cast<double>(problem.n * problem.k) * pixels /
@@ -337,13 +338,13 @@ double PredictXlaMicroseconds(const ConvProblem& problem, const Gpu& gpu) {
   Epilogue terms = problem.epilogue;
   terms.statistics = false;
   if (!terms.Plain()) {
-    // The convolution's result is float32, and a kernel of XLA's reads it and does the rest.
+    // The convolution's result is float32; an XLA kernel reads it and applies the epilogue.
     const auto outputs = static_cast<double>(problem.y_elements());
     us += gpu.launch_us + (8 * outputs + static_cast<double>(EpilogueBytes(problem))) /
                               (kPassShare * gpu.dram_bytes_per_us);
   }
   if (problem.epilogue.statistics) {
-    // Another reads the result for its statistics, and one adds the sums of its parts.
+    // Another kernel reads the result for its statistics, and one more adds the partial sums.
     us += 2 * gpu.launch_us + y / (kPassShare * gpu.dram_bytes_per_us);
   }
   return row->operands == Operands::kFp32 ? std::min(us, FftMicroseconds(problem, gpu)) : us;

@@ -1,5 +1,5 @@
-// The boxes of direct_tma_sm90.cuh and wgrad_tma_sm90.cuh: their tensor maps, copies and barriers;
-// launches of these kernels and pairs_sm90.cuh's.
+// The boxes of direct_tma_sm90.cuh and wgrad_tma_sm90.cuh: tensor maps, copies and barriers. Also
+// the launches of these kernels and of pairs_sm90.cuh.
 #ifndef JAXCONV_CUDA_DEPTHWISE_BOXES_SM90_CUH_
 #define JAXCONV_CUDA_DEPTHWISE_BOXES_SM90_CUH_
 
@@ -16,8 +16,8 @@
 
 namespace jaxconv::depthwise {
 
-// Boxes of `channels` channels: of the gathered tensor, or tiles of the walked one. `images`: of
-// all filters.
+// The tensor map of boxes of `channels` channels: boxes of the gathered tensor or tiles of the
+// walked one. `images`: the images of all filters.
 inline Status EncodeBoxes(const Params& params, DType dtype, const void* address, int32_t channels,
                           int64_t images, bool walked, CUtensorMap* map) {
   DenseTensor tensor;
@@ -35,7 +35,7 @@ inline Status EncodeBoxes(const Params& params, DType dtype, const void* address
   return EncodeTiledMap(tensor, box, map, /*swizzled=*/false);
 }
 
-// One thread, before all others pass a barrier: a stage is full when its bytes are there, and empty
+// Called by one thread before a CTA barrier. A stage is full when its bytes have arrived, and empty
 // when every warp has read it.
 __device__ __forceinline__ void InitStages(uint32_t full, uint32_t empty, int32_t stages,
                                            int warps) {
@@ -46,7 +46,7 @@ __device__ __forceinline__ void InitStages(uint32_t full, uint32_t empty, int32_
   BarrierInitFence();
 }
 
-// Of one thread: copies the boxes of a tile's images.
+// Copies the boxes of a tile's images; called by one thread.
 __device__ __forceinline__ void CopyBoxes(const Params& params, const CUtensorMap* map,
                                           const TilePlace& tile, uint32_t shared,
                                           uint32_t barrier) {
@@ -66,7 +66,7 @@ inline Params GatherParams(const Plan& plan, const Operands& operands) {
   return params;
 }
 
-// Enqueues a kernel that starts while the one in front of it ends.
+// Enqueues a kernel that overlaps the end of the previous one.
 template <auto kKernel, class... Maps>
 Status LaunchWithMaps(const Plan& plan, const Params& params, unsigned threads, void* stream,
                       const Maps&... maps) {

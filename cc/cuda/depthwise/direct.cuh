@@ -2,27 +2,27 @@
 //
 //     out[n, o, k] = sum over taps of gathered[n, o stride + tap - pad, k / m] filter[tap, k]
 //
-// There is no reduction over channels, so no matrix product: a lane owns kVec neighbouring channels
-// and sums in float32. dgrad is fprop of dy with the taps reversed. dy's dilation by a stride of 2
-// is known to instances of stride 2, which do a quarter of the multiplications; otherwise it is
-// made where the box is filled, by zeros between the pixels.
+// There is no reduction over channels, hence no matrix product: a lane has kVec neighbouring
+// channels and sums in float32. dgrad is fprop of dy with the taps reversed. Instances of stride 2
+// handle dy's dilation by 2 directly and do a quarter of the multiplications; other instances
+// insert zeros between the pixels when they fill the box.
 //
 // Tile: blocks of kRows x kStrip outputs of kLanes kVec channels, a warp each (kLanes 16: half a
-// warp each): blocks_across side by side, blocks_down below each other, and so on in as many images
-// as that leaves. The warp reads each row of its block's window once from shared memory, converts
-// it once, and adds it to every output row that it meets: of a 3x3 filter and a block of 4 x 8, 60
+// warp each): blocks_across side by side, blocks_down below each other, the remaining warps in
+// further images. The warp reads each row of its block's window once from shared memory, converts
+// it once, and adds it to all output rows that use it: for a 3x3 filter and a block of 4 x 8, 60
 // loads and 120 conversions for 576 multiply-adds.
 //
 //     stage 0 | stage 1 | taps 0 | taps 1        a stage: a box of each image, rows x columns x channels
 //
-// A CTA processes neighbouring items. The next item's box is copied (cp.async, 16 bytes a thread)
-// while this one is computed; two barriers an item. Taps are float32 in shared memory and in
-// registers during an item, and are loaded only when the channels change. Bytes, of 3x3 and 64
-// channels in 16 bits, 16 x 16 outputs: 2 x 18 x 18 x 128 = 83 KB, taps 4.6 KB.
+// A CTA processes consecutive items. The next item's box is copied (cp.async, 16 bytes a thread)
+// while this one is computed, with two barriers an item. Taps are float32, in shared memory and,
+// during an item, in registers; they are loaded only when the channels change. Shared memory for
+// 3x3, 64 channels of 16 bits, 16 x 16 outputs: 2 x 18 x 18 x 128 = 83 KB, taps 4.6 KB.
 //
 // kFilterRows = 0 is the general form: any filter, stride and dilation. A step then holds the
-// pixels and the taps of one filter row, and a tile is summed over as many steps; so are the taps
-// along the depth of rank 3, and the channels that dgrad of K = m C reduces.
+// pixels and taps of one filter row, and a tile is summed over all steps. Taps along the depth of
+// rank 3, and the channels that dgrad with K = m C reduces, are further steps.
 //
 // Refused, with a reason (plan.cc): groups of more than one input channel, boxes beyond the shared
 // memory.
@@ -104,7 +104,7 @@ __device__ __forceinline__ void AddWindow(const Params& params, const unsigned c
   }
 }
 
-// The same of one filter row of any length, stride and dilation.
+// The same for one filter row of any length, stride and dilation.
 template <typename T, class Tag>
 __device__ __forceinline__ void AddFilterRow(const Params& params, const unsigned char* box,
                                              const float* taps,
@@ -152,7 +152,7 @@ __global__ void __launch_bounds__(kThreads, Tag::kCtasPerSm)
                          lane * kVec * int32_t{sizeof(T)};
   const Epilogue epilogue(params.epilogue);
 
-  // Whose taps a buffer holds: the same filter's, channels' and step's are not loaded again.
+  // The taps in a buffer: taps of the same filter, channels and step are not loaded again.
   int64_t held_even = -1, held_odd = -1;
   auto fill = [&](const Cursor& at, int stage) {
     if (at.Done()) return;
@@ -203,7 +203,7 @@ __global__ void __launch_bounds__(kThreads, Tag::kCtasPerSm)
         }
       };
       if constexpr (!Epilogue::kPlain) {
-        // More sums, and the two ways to store them, would not fit in the registers.
+        // More sums, with two kinds of stores, would not fit in the registers.
         constexpr bool kFew = Tag::kRows * Tag::kStrip * kVec <= 28;
         if (kFew && LaneClamp<kVec>::Takes(epilogue)) {
           const bool exists = first.exists && channel < params.channels;
@@ -219,15 +219,14 @@ __global__ void __launch_bounds__(kThreads, Tag::kCtasPerSm)
         store(std::false_type());
       }
     }
-    // The next pass fills this stage.
+    // The next pass overwrites this stage.
     __syncthreads();
     at = next;
   }
 }
 
 // kFilterRows x kFilterColumns taps at the convolution's stride; kFilterRows 0: any. dgrad of
-// stride 2 has boxes of dy without zeros between the pixels, and adds the taps that meet a pixel
-// alone.
+// stride 2 has boxes of dy without zeros between the pixels, and adds only taps that meet a pixel.
 template <Op kOp, DType kType, int kFilterRows_, int kFilterColumns_, int kConvStride, int kVec_,
           int kRows_, int kStrip_, int kCtasPerSm_, int kLanes_ = 32>
 struct Direct {

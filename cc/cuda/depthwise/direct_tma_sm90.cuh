@@ -1,18 +1,19 @@
-// depthwise, fprop and dgrad: direct.cuh's sums of boxes that TMA copies (sm_90a).
+// depthwise, fprop and dgrad: direct.cuh with boxes copied by TMA (sm_90a).
 //
 //     stage 0 | ... | stages - 1 | taps | scale and bias of the channels | barriers
 //
-// A stage: the boxes of a tile's images, [image][row][column][channel], one copy each tile; what
-// lies outside of the tensor arrives as zeros. Nothing of it is computed by the warps, which in
-// direct.cuh take a fifth of their instructions, and 40 % of their time, to copy and to store.
+// A stage holds the boxes of a tile's images, [image][row][column][channel], loaded by one copy;
+// TMA fills in zeros outside the tensor. The warps spend no instructions on it, whereas direct.cuh
+// spends a fifth of its instructions and 40 % of its time on copies and stores.
 //
 // Full(s): thread 0 announces a stage's bytes, TMA delivers them, every warp waits. Empty(s): every
-// warp arrives when it has read its window; thread 0, having stored its block, waits and copies the
-// item that is `stages` later. So no barrier of the CTA stands between items, unless taps change:
-// then all wait, and fill them.
+// warp arrives when it has read its window; thread 0, after it has stored its block, waits and
+// copies the item `stages` later. So items need no CTA barrier, except when the taps change: then
+// all threads synchronise and load them.
 //
-// Refused, with a reason (plan.cc): what TMA cannot walk (channels that are not a multiple of 8, K
-// other than C, dilated inputs, boxes of more than 256 pixels along an axis), filters with a depth.
+// Refused, with a reason (plan.cc): tensors that TMA cannot load (channels that are not a multiple
+// of 8, K other than C, dilated inputs, boxes of more than 256 pixels along an axis), filters with
+// a depth.
 #ifndef JAXCONV_CUDA_DEPTHWISE_DIRECT_TMA_SM90_CUH_
 #define JAXCONV_CUDA_DEPTHWISE_DIRECT_TMA_SM90_CUH_
 
@@ -62,7 +63,7 @@ __global__ void __launch_bounds__(Tag::kCtaThreads, Tag::kCtasPerSm)
   const uint32_t copied = params.tile_images * box_bytes;
   const Epilogue epilogue(params.epilogue);
 
-  // Of one thread.
+  // Called by one thread.
   auto copy = [&](int32_t item, int32_t stage) {
     BarrierArriveExpect(full + stage * 8, copied);
     CopyBoxes(params, &map, TilePlace(params, item, kChannels), ring + stage * params.stage_bytes,

@@ -5,34 +5,35 @@
 //
 //     dw[r, s] += sum over q of H[s, q] dy[row - r, q],     H[s, q] = x[row, q + s - pad]
 //
-// with a Hankel matrix: A of mma.m16n8k16, and eight rows of dy as B. Where taps and columns stand
-// in A and B is free as long as both agree. Lane 4 g + t has the columns 8 t ... 8 t + 7 of a strip
-// of 32, and of 16 taps 2 g and 2 g + 1. Then all of its pairs x[q + s], x[q + s + 1] of two
-// instructions lie in five neighbouring words of the row of x, and those of odd columns are made of
-// two words by a prmt: H is never stored. Its words of dy are 16 bytes.
+// with a Hankel matrix H as A of mma.m16n8k16, and eight rows of dy as B. Taps and columns may have
+// any order in A and B if both agree. Lane 4 g + t takes columns 8 t ... 8 t + 7 of a strip of 32,
+// and taps 2 g and 2 g + 1 of 16. All its pairs x[q + s], x[q + s + 1] for two instructions then
+// lie in five consecutive words of the row of x; prmt forms the pairs of odd columns from two
+// words, so H is never stored. Its words of dy are 16 contiguous bytes.
 //
 // A warp has one channel and 8 kRowBlocks x 16 kColumnBlocks taps, whose sums stay in registers
-// over all tiles of the CTA. It steps down x by 8 rows, eight times from another row, because then
-// the block of eight rows of dy that meets filter rows 0-7 now meets 8-15 at the next step: each
-// block is loaded once for all filter rows. Products whose rows of dy are all outside of the tile
-// are left out, and rows of x outside of the tensor are neither stored nor visited.
+// over all tiles of the CTA. It advances through x in steps of 8 rows, in eight passes with
+// different first rows. A block of eight rows of dy that serves filter rows 0-7 at one step then
+// serves filter rows 8-15 at the next, so each block is loaded once for all filter rows. Products
+// whose rows of dy are all outside the tile are skipped, and rows of x outside the tensor are
+// neither stored nor visited.
 //
 //     x planes: 8 x rows x (32 strips + 16 kColumnBlocks) | dy planes: 8 x rows x 32 strips | zeros
 //
 // The planes are [channel][row][column]. Threads load two neighbouring pixels of 8 channels, 16
 // bytes each, and store a word to each of 8 planes: neighbouring lanes have neighbouring words, no
-// bank conflict. Rows of dy are an odd number of 16 bytes apart, and column n of B is row n / 2 + n
-// % 2 * 4, so that eight lanes that load 16 bytes each meet different banks. A row of B outside of
-// the tile reads the zeros.
+// bank conflict. The row pitch of dy is an odd multiple of 16 bytes, and column n of B is row n / 2
+// + n % 2 * 4, so that eight lanes that load 16 bytes each use different banks. Rows of B outside
+// the tile read the zeros.
 //
 // 31x31 on 56x56, tiles of 28 rows: 98 KB, two CTAs an SM, one of which loads while the other
-// multiplies. Of a row of x and a strip: 11 loads, 14 wavefronts, and up to 16 products.
+// multiplies. A row of x and a strip take 11 loads, 14 wavefronts and up to 16 products.
 //
-// A CTA walks tiles slice, slice + slices, ...; the slices are added by common/splitk_reduce.cuh:
-// the same bits in every run. Larger filters, and the taps along the depth of rank 3, are cut into
-// parts, each by CTAs of its own.
+// A CTA processes tiles slice, slice + slices, ...; common/splitk_reduce.cuh adds the slices, with
+// the same bits in every run. Larger filters, and the taps along the depth of rank 3, are divided
+// into parts with separate CTAs.
 //
-// Zeros of dy meet pixels of x: an Inf or NaN of x spreads to all taps of its channel.
+// Zeros of dy multiply pixels of x, so an Inf or NaN of x spreads to all taps of its channel.
 //
 // Refused, with a reason (hankel_plan.cc): other types, strides and dilations.
 #ifndef JAXCONV_CUDA_DEPTHWISE_HANKEL_CUH_
@@ -54,7 +55,7 @@
 
 namespace jaxconv::depthwise {
 
-// kColumnBlocks, kRowBlocks: taps of a part, 16 columns and 8 rows each.
+// kColumnBlocks, kRowBlocks: the taps of a part, in blocks of 16 columns and 8 rows.
 template <Op kOp, DType kType, int kColumnBlocks_, int kRowBlocks_, int kCtasPerSm_>
 struct Hankel {
   using T = typename ElementOf<kType>::Type;
@@ -63,23 +64,23 @@ struct Hankel {
   static constexpr int kCtasPerSm = kCtasPerSm_;
   static constexpr int kRows = HankelRows(kRowBlocks), kColumns = HankelColumns(kColumnBlocks);
   static_assert(kWarps == kHankelChannels);
-  // Pairs of pixels that a thread loads before it stores the first: three CTAs have fewer
-  // registers.
+  // Pairs of pixels that a thread loads before it stores the first; fewer with three CTAs an SM,
+  // which have fewer registers.
   static constexpr int kInFlight = kCtasPerSm < 3 ? 4 : 2;
 
   template <class Tag>
   static Status Launch(const Plan& plan, const Operands& operands, void* stream);
 };
 
-// Two neighbouring pixels of a row, of which either may not exist.
+// Two neighbouring pixels of a row; either may not exist.
 template <typename T>
 struct PixelPair {
   const T *first, *second;
   bool has_first, has_second;
 };
 
-// Eight channels of a pixel. kPlain: they are 16 aligned bytes. ChannelOf: where the pixel has the
-// channel e, or -1.
+// Eight channels of a pixel. kPlain: they are 16 aligned bytes. ChannelOf: the position of channel
+// e in the pixel, or -1.
 template <typename T, bool kPlain, class ChannelOf>
 __device__ __forceinline__ uint4 LoadPixel(const T* pixel, bool exists,
                                            const ChannelOf& channel_of) {
@@ -99,15 +100,15 @@ __device__ __forceinline__ uint4 LoadPixel(const T* pixel, bool exists,
   }
 }
 
-// Where the channels of a tensor lie in shared memory, [channel][row][word].
+// The layout of a tensor's channels in shared memory, [channel][row][word].
 struct Planes {
   uint32_t at;
   int32_t plane_bytes, row_bytes, rows;
   const FastDivmod& words;  // of a row
 };
 
-// Fills planes. PairOf: the pixels of a row and word. A thread loads kPairs before it stores the
-// first.
+// Fills planes. PairOf: the pixels at a row and word. A thread loads kPairs pairs before it stores
+// the first.
 template <typename T, bool kPlain, int kPairs, class PairOf, class ChannelOf>
 __device__ __forceinline__ void FillPlanes(const Planes& planes, const PairOf& pair_of,
                                            const ChannelOf& channel_of) {
@@ -145,18 +146,19 @@ __device__ __forceinline__ void FillPlanes(const Planes& planes, const PairOf& p
   }
 }
 
-// A warp's view of a strip. Rows of x run from the first that a tap of the first row of dy meets.
+// A warp's view of a strip. Rows of x start at the one that the first tap row reads for the first
+// row of dy.
 struct Strip {
-  int32_t first_row, last_row;  // of x, stored
+  int32_t first_row, last_row;  // rows of x in shared memory
   int32_t dy_rows;              // of the tile
-  // The lane's words of row first_row; of row 0 of dy, advanced to the lane's row of a block;
-  // zeros.
+  // Addresses of the lane's words: of row first_row of x; of row 0 of dy, plus the lane's row in a
+  // block; of the zeros.
   uint32_t x, dy, zeros;
   int32_t x_row_bytes, dy_row_bytes, lane_row;
 };
 
-// The upper half of a word and the lower half of the next. An instruction of ours stays where it
-// is: left to itself the compiler repeats it for every product.
+// The upper half of a word and the lower half of the next. As inline assembly, because the compiler
+// would repeat the instruction for every product.
 __device__ __forceinline__ uint32_t OddPair(uint32_t word, uint32_t next) {
   uint32_t pair;
   asm volatile("prmt.b32 %0, %1, %2, 0x5432;" : "=r"(pair) : "r"(word), "r"(next));
@@ -173,7 +175,7 @@ __device__ __forceinline__ void MultiplyStrip(
     // Blocks of dy, and whether they have a row of the tile.
     uint32_t dy[kN][4];
     bool any[kN];
-    // The block that filter rows 0-7 meet at a row of x: its first row is `row` - 7.
+    // Loads the block of dy that filter rows 0-7 use at a row of x: its first row is `row` - 7.
     auto load = [&](int32_t row, int slot) {
       any[slot] = static_cast<uint32_t>(row) < static_cast<uint32_t>(strip.dy_rows + 7);
       const int32_t first = row - 7;
@@ -234,7 +236,7 @@ __global__ void __launch_bounds__(kThreads, Tag::kCtasPerSm)
   const Share share(params, params.tap_parts, kHankelChannels);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
   const uint32_t planes = SharedAddress(dynamic);
-  // The part's first taps, and how many rows it has.
+  // The part's first taps, and its number of rows.
   const int32_t first_tap = share.part % params.parts_of_row * Tag::kColumns;
   int32_t rest = share.part / params.parts_of_row;
   const int32_t row_parts = (rows.taps + Tag::kRows - 1) / Tag::kRows;
@@ -260,7 +262,7 @@ __global__ void __launch_bounds__(kThreads, Tag::kCtasPerSm)
     const int32_t image = tile.image + share.filter * params.images;
     const int32_t depth =
         ElementAt(depths, tile.depth * depths.stride + depth_tap * depths.dilation - depths.pad);
-    // Row 0 of x, and the first behind the tensor.
+    // Row 0 of x, and the first row past the tensor.
     const int32_t x_row = tile.row + first_row_tap - rows.pad;
     const int32_t x_end = (rows.in - 1) * static_cast<int32_t>(rows.in_dilation.divisor) + 1;
     strip.dy_rows = min(rows.tile, rows.out - tile.row);
@@ -282,7 +284,7 @@ __global__ void __launch_bounds__(kThreads, Tag::kCtasPerSm)
                            strip.dy_rows, params.dy_words};
     const int32_t channel = share.first_channel;
     if (params.vector && rows.in_dilation.divisor == 1 && columns.in_dilation.divisor == 1) {
-      // All of these rows exist; an address that does not is not read.
+      // All of these rows exist; invalid addresses are not read.
       auto pair = [&](const T* first_pixel, int32_t width, int32_t row, int32_t column) {
         const T* pixel = first_pixel + int64_t{row * width + column} * params.channels;
         return PixelPair<T>{pixel, pixel + params.channels, Inside(column, width),
@@ -337,12 +339,12 @@ __global__ void __launch_bounds__(kThreads, Tag::kCtasPerSm)
       strip.dy = dy_at + s * kHankelColumns * 2;
       MultiplyStrip<Tag>(strip, sums);
     }
-    // The next pass fills the planes.
+    // The next pass overwrites the planes.
     __syncthreads();
   }
 
-  // The sums, [tap][channel], so that the channels of a tap are stored together. They lie where the
-  // zeros may have been stored.
+  // Stores the sums as [tap][channel], so that the channels of a tap are stored together. They may
+  // overwrite the zeros.
   __syncthreads();
   auto* shared_sums = reinterpret_cast<float*>(dynamic);
 #pragma unroll

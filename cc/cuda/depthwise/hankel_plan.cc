@@ -15,23 +15,23 @@ constexpr int64_t kWidth = 2;  // bytes of an element
 constexpr int64_t kMostTileRows = 256, kMostStrips = 64;
 constexpr int64_t kMostSlices = 1024, kMostWorkspaceBytes = 64'000'000;
 
-// Of the rate of mma.sync or shared memory; an assumption, as kDramShare.
+// The share of the throughput of mma.sync or shared memory; assumed, like kDramShare.
 constexpr double kOnChipShare = 0.6;
-// Times measured on an H200 over those of this model, the median of 46.
+// Measured time on an H200 over this model's, median of 46.
 constexpr double kMeasured = 1.55;
 // Sixteen warps hide each other's latencies, fewer leave the SM idle.
 constexpr double kHidingWarps = 16;
 // Bytes that L2 serves in the time of a byte of DRAM: 5.5 and 4.3 TB/s on an H200.
 constexpr double kL2Rate = 1.28;
-// A pixel's 16 bytes come in a sector of 32.
+// A pixel's 16 bytes cost a sector of 32.
 constexpr double kSectorBytes = 32;
 // From the first load of a tile to the first product: DRAM's latency and two barriers.
 constexpr double kCyclesOfItem = 2500;
 constexpr double kInstructionsOfPair = 62;  // of a thread, to load and store two pixels: SASS
 
-// What the tiles of a column of the map add up to, of all parts of the taps.
+// Totals over the tiles of a column of the map, for all parts of the taps.
 struct RowWork {
-  double products = 0;  // of m16n8k16 of a warp, in a strip
+  double products = 0;  // a warp's m16n8k16 in a strip
   double words = 0;     // wavefronts of a warp's loads, in a strip
   double x_rows = 0, dy_rows = 0;
   int64_t most_x_rows = 0;  // of a tile
@@ -40,7 +40,7 @@ struct RowWork {
 
 struct Shape {
   int64_t tile_rows = 1, strips = 1, x_rows = 1, shared_bytes = 0, ctas_of_sm = 1;
-  // Of an SM, for all tiles of an image, depth and channel tile.
+  // Cycles of an SM for all tiles of an image, depth and channel tile.
   double cycles = HUGE_VAL;
   RowWork work;
 };
@@ -58,7 +58,7 @@ int64_t ColumnParts(const HankelInstance& instance, const HaloParams& params) {
   return CeilDiv(params.axis[2].taps, HankelColumns(instance.column_blocks));
 }
 
-// The same rows as hankel.cuh computes.
+// Counts the rows as hankel.cuh does.
 RowWork WorkOfRows(const HankelInstance& instance, const HaloParams& params, int64_t tile_rows) {
   const Axis& rows = params.axis[1];
   const int64_t part_rows = HankelRows(instance.row_blocks);
@@ -93,7 +93,7 @@ int64_t PlaneColumns(const HankelInstance& instance, int64_t strips) {
   return strips * kHankelColumns + HankelColumns(instance.column_blocks);
 }
 
-// Places the planes of a tile in shared memory; the bytes of all.
+// Places the planes of a tile in shared memory; returns their bytes.
 int64_t PlaceTile(const HankelInstance& instance, const Shape& shape, HankelParams* params) {
   Axis &rows = params->axis[1], &columns = params->axis[2];
   const int64_t tile_columns = shape.strips * kHankelColumns;
@@ -120,7 +120,7 @@ int64_t PlaceTile(const HankelInstance& instance, const Shape& shape, HankelPara
   return std::max(zeros_offset + kHankelZeroBytes, taps * kHankelSumPitch * int64_t{sizeof(float)});
 }
 
-// Cycles of an SM that has `ctas`, on all tiles of an image, a depth and a channel tile.
+// Cycles of an SM with `ctas` CTAs for all tiles of an image, a depth and a channel tile.
 double Cycles(const HankelInstance& instance, const Shape& shape, const HaloParams& params,
               int64_t ctas, const Gpu& gpu) {
   const RowWork& work = shape.work;
@@ -141,7 +141,7 @@ double Cycles(const HankelInstance& instance, const Shape& shape, const HaloPara
                 pixels / (2 * 32) * kInstructionsOfPair / 4) +
        static_cast<double>(work.tiles) * kCyclesOfItem / static_cast<double>(ctas)) *
       column_tiles;
-  // CTAs beside each other load and multiply at the same time.
+  // With several CTAs, one loads while another multiplies.
   const auto apart = static_cast<double>(ctas * ctas);
   return (std::max(fill, multiply) + std::min(fill, multiply) / apart) * column_parts;
 }
@@ -152,7 +152,7 @@ Status ShapeTile(const HankelInstance& instance, const Gpu& gpu, HankelParams* p
   const int64_t most_strips = CeilDiv(params->axis[2].out, kHankelColumns);
   int64_t fewest_bytes = INT64_MAX;
   for (int64_t tile_rows = 1; tile_rows <= std::min(rows, kMostTileRows); ++tile_rows) {
-    // Of the tiles that are equally many, the lowest.
+    // Among heights that give equally many tiles, the lowest.
     if (tile_rows > 1 && CeilDiv(rows, tile_rows) == CeilDiv(rows, tile_rows - 1)) continue;
     const RowWork work = WorkOfRows(instance, *params, tile_rows);
     for (int64_t strips = 1; strips <= std::min(most_strips, kMostStrips); ++strips) {
@@ -177,7 +177,7 @@ Status ShapeTile(const HankelInstance& instance, const Gpu& gpu, HankelParams* p
   return {};
 }
 
-// Microseconds of `ctas` CTAs of so many items each: whole CTAs on whole SMs.
+// Microseconds of `ctas` CTAs with `items` items each, in whole CTAs on each SM.
 double Microseconds(const HankelInstance& instance, const Shape& shape, const HankelParams& params,
                     int64_t ctas, int64_t items, const Gpu& gpu) {
   const int64_t of_sm = CeilDiv(ctas, gpu.sm_count);
@@ -189,7 +189,7 @@ double Microseconds(const HankelInstance& instance, const Shape& shape, const Ha
   return static_cast<double>(of_sm * items) * cycles / gpu.cycles_per_us();
 }
 
-// The number of slices that takes least, their sum included.
+// The number of slices with the least time, including their sum.
 int64_t BestSlices(const HankelInstance& instance, const Shape& shape, const ConvProblem& problem,
                    const HankelParams& params, int64_t ctas_of_slice, const Gpu& gpu) {
   const int64_t bytes_of_slice = problem.w_elements() * int64_t{sizeof(float)};

@@ -10,7 +10,7 @@
 
 namespace jaxconv::depthwise {
 
-// A line of kernels.def, of hankel.cuh.
+// A line of kernels.def for hankel.cuh.
 struct HankelInstance {
   int32_t column_blocks, row_blocks, ctas_per_sm;
 };

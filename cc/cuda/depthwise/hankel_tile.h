@@ -1,4 +1,4 @@
-// Sizes of hankel.cuh's tiles, which its plan needs too.
+// Sizes of hankel.cuh's tiles, for the kernel and its plan.
 #ifndef JAXCONV_CUDA_DEPTHWISE_HANKEL_TILE_H_
 #define JAXCONV_CUDA_DEPTHWISE_HANKEL_TILE_H_
 
@@ -19,7 +19,7 @@ inline constexpr int kHankelZeroBytes = kHankelColumns * 2;
 JAXCONV_HOST_DEVICE constexpr int HankelRows(int row_blocks) { return 8 * row_blocks; }
 JAXCONV_HOST_DEVICE constexpr int HankelColumns(int column_blocks) { return 16 * column_blocks; }
 
-// Sums in shared memory, [tap][channel]: floats from a tap to the next, odd against bank conflicts.
+// The pitch of the sums in shared memory, [tap][channel], in floats; odd against bank conflicts.
 inline constexpr int kHankelSumPitch = kHankelChannels + 1;
 
 }  // namespace jaxconv::depthwise

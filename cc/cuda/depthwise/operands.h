@@ -1,4 +1,4 @@
-// What the plans of depthwise share.
+// Shared by the plans of depthwise.
 #ifndef JAXCONV_CUDA_DEPTHWISE_OPERANDS_H_
 #define JAXCONV_CUDA_DEPTHWISE_OPERANDS_H_
 
@@ -11,17 +11,18 @@
 
 namespace jaxconv::depthwise {
 
-// The share of the DRAM's rate that predictions count with, fitted on an H200.
+// The share of the DRAM rate that predictions assume, fitted on an H200.
 inline constexpr double kDramShare = 0.89;
 
-// Refuses what no kernel of the family takes.
+// Refuses problems that no kernel of the family accepts.
 Status CheckOperands(const KernelDesc& kernel, const ConvProblem& problem);
 
-// The fields that follow from the problem alone. Params: of the filter too.
+// Sets the fields that follow from the problem alone. Params: those of the filter too.
 void DescribeOperands(const ConvProblem& problem, DType dtype, HaloParams* params);
 void DescribeOperands(const ConvProblem& problem, DType dtype, Params* params);
 
-// Refuses what tiled copies cannot bring, or the kernels that use them do not store.
+// Refuses tensors that tiled copies cannot load, and results that the kernels with tiled copies do
+// not store.
 Status CheckTma(const ConvProblem& problem, const Params& params);
 
 }  // namespace jaxconv::depthwise

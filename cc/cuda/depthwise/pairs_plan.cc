@@ -16,11 +16,11 @@ constexpr int64_t kMostBox = 256;
 constexpr int64_t kColumns = 16;    // of a warp
 constexpr int64_t kMostParts = 16;  // of an image's rows
 
-// Cycles of a scheduler for a product, a row of pixels beside them and a CTA's set-up; of a CTA
-// until its first row, and of a row that waits for the one before; turns that the last CTAs take
-// beside the even share. The share of the DRAM's rate, microseconds before the first row, and how
-// the two bounds are joined. Of the kernel's 20 times in docs/notes/depthwise.md they give all
-// within 7 % rms, 13 % at worst.
+// Scheduler cycles for a product, for a row of pixels apart from its products, and for a CTA's
+// setup; a CTA's cycles until its first row, and for a row that waits for the previous one;
+// additional turns of the last CTAs over an even share. The share of the DRAM rate, microseconds
+// before the first row, and the exponent that joins the two bounds. The errors on the kernel's 20
+// times in docs/notes/depthwise.md are 7 % rms, 13 % at most.
 constexpr double kProductCycles = 7.2, kRowCycles = 11, kCtaCycles = 225, kStartCycles = 4190,
                  kRowLatency = 363, kLastTurn = 0.5, kCopyShare = 0.95, kStart = 1.4, kJoin = 4;
 
@@ -38,19 +38,19 @@ Status Check(const KernelDesc& kernel, const PairsInstance& instance, const Conv
   return CheckStride(problem, 1);
 }
 
-// Products that a CTA does, in rows of pixels, and whether its box fits.
+// Shapes a CTA's tile; returns whether its box fits.
 bool ShapeTile(const PairsInstance& instance, const ConvProblem& problem, const Gpu& gpu,
                bool fused, bool two, int64_t parts, Params* params, int64_t* shared_bytes,
                int64_t* ctas_of_sm) {
   Axis &rows = params->axis[1], &columns = params->axis[2];
-  // A tile's images have the same filter.
+  // A tile's images share a filter.
   if (two && (problem.batch > 1 || problem.n == 1)) return false;
   params->tile_images = two ? 2 : 1;
   const int64_t most = two ? kColumns / 2 : kColumns;
   const int64_t across = CeilDiv(columns.out, CeilDiv(columns.out, most));
   const int64_t tile_rows = CeilDiv(rows.out, parts);
   if (!ShapeBox(tile_rows, across, rows.taps, params)) return false;
-  // As many pixels as two halves of 8 read and store.
+  // The pixels that two halves of 8 read and store.
   const int64_t least = two ? 8 : kColumns;
   columns.box = static_cast<int32_t>(CeilDiv(std::max<int64_t>(columns.box, least), 8) * 8);
   const int64_t group = PairsRows(instance.filter_rows);
@@ -69,12 +69,12 @@ double Microseconds(const PairsInstance& instance, const ConvProblem& problem, c
   const auto items = static_cast<double>(params.items);
   const double places = static_cast<double>(gpu.sm_count * ctas_of_sm);
   const double pixel_rows = rows.tile + rows.taps - 1;
-  // Of a warp; a row's last tap alone counts as a product.
+  // For a warp; a single last tap of a row counts as a product.
   const double products = static_cast<double>(rows.tile) * instance.filter_rows *
                           static_cast<double>(CeilDiv(int64_t{instance.filter_columns}, 2));
   const double work = items * instance.channel_blocks / (4 * gpu.sm_count) *
                       (products * kProductCycles + pixel_rows * kRowCycles + kCtaCycles);
-  // CTAs one after another on a place, of which the last rarely start together.
+  // Consecutive CTAs in a resident slot; the last rarely start together.
   const double turns = std::max(1.0, items / places + kLastTurn);
   const double chain = turns * (kStartCycles + pixel_rows * kRowLatency);
   const double cycles = std::pow(std::pow(work, 4) + std::pow(chain, 4), 0.25);

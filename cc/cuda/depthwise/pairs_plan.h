@@ -10,13 +10,14 @@
 
 namespace jaxconv::depthwise {
 
-// Rows of a box that arrive together: whose sums have the same places.
+// Rows of a box that arrive together, a multiple of the filter rows, so that all chunks have the
+// same places.
 constexpr int PairsRows(int filter_rows) { return filter_rows < 5 ? 2 * filter_rows : filter_rows; }
 
-// CTAs of an SM: an epilogue takes registers.
+// CTAs of an SM; fewer with an epilogue, which takes registers.
 constexpr int PairsCtas(int ctas, bool fused) { return fused && ctas > 4 ? ctas - 1 : ctas; }
 
-// A line of kernels.def, of pairs_sm90.cuh.
+// A line of kernels.def for pairs_sm90.cuh.
 struct PairsInstance {
   int32_t filter_rows, filter_columns, channel_blocks, ctas_per_sm;
   int64_t channels() const { return 8 * int64_t{channel_blocks}; }

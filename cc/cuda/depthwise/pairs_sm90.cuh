@@ -1,33 +1,34 @@
 // depthwise, fprop and dgrad at stride 1: products of two taps at a time on tensor cores (sm_90a).
 //
-// Of 8 channels, two neighbouring taps of a filter row are 16 rows of a matrix B with 8 columns:
-// two diagonals. A row of A is a pixel under the first tap and its neighbour under the second:
+// For 8 channels, two neighbouring taps of a filter row form a matrix B of 16 rows and 8 columns:
+// two diagonals. A row of A holds a pixel (first tap) and its right neighbour (second tap):
 //
 //     out[pixel][c] += sum over k < 8 of x[pixel + s][k] w[s][k] (k == c)
 //                                      + x[pixel + s + 1][k] w[s + 1][k] (k == c)
 //
-// One m16n8k16 is 256 multiply-adds, where the FMA pipe has 32 an instruction; the last tap of a
-// row of an odd number is one m16n8k8. Pixels are read as they lie, by ldmatrix, without
-// conversion, and sums lie as the result does.
+// One m16n8k16 does 256 useful multiply-adds, an FMA instruction 32. In a filter row with an odd
+// number of taps, the last tap is one m16n8k8. ldmatrix reads pixels in NHWC order without
+// conversion, and the sums have the order of the result.
 //
-// A warp has 8 channels and 16 columns of pixels, or 8 of two images, and walks down them. Its B
-// stays in registers. Row i of pixels is read once, for the output rows o = i - R + 1 ... i that it
-// meets; the sums of row o are those of place o % R. R rows a turn of the loop: all places are
+// A warp has 8 channels and 16 columns of pixels (or 8 columns of two images) and proceeds row by
+// row. B stays in registers. Row i of pixels is read once, for output rows o = i - R + 1 ... i;
+// output row o has its sums in place o % R. The loop is unrolled by R rows, so that all places are
 // constants.
 //
 //     box [row][image][column][channel] | mbarriers full and done of each chunk of kRows rows
 //
-// A CTA has one tile, all of whose box it asks for at its start; other CTAs of the SM cover the
-// wait. Box rows have a multiple of 8 pixels, so that TMA's swizzle is the same in all. Results
-// take the place of pixels: no other warp reads those, and this one has. Full(chunk): its pixels
-// are there. Done(chunk): every warp has stored the results that the chunk completed; the warps in
-// turn wait for it, a chunk later, and let them leave by TMA, which leaves out what lies outside of
-// the output.
+// A CTA has one tile and loads its whole box at the start; other CTAs of the SM hide the latency.
+// Box rows have a multiple of 8 pixels, so that TMA's swizzle is the same in all rows. Results
+// overwrite pixels that their warp has read and no other warp reads. Full(chunk): the chunk's
+// pixels have arrived. Done(chunk): every warp has stored the results that the chunk completes; one
+// chunk later the warps, in turn, wait for Done and store the results by TMA, which clips at the
+// edge of the output.
 //
-// Zeros of B meet the other channels: an Inf or NaN of x spreads to the 8 channels of its block.
+// The zeros of B multiply the other channels, so an Inf or NaN of x spreads to the 8 channels of
+// its block.
 //
-// Refused, with a reason (pairs_plan.cc): other filters, strides, dilation, depth; what TMA cannot
-// walk.
+// Refused, with a reason (pairs_plan.cc): other filters, strides, dilation, depth; tensors that TMA
+// cannot load.
 #ifndef JAXCONV_CUDA_DEPTHWISE_PAIRS_SM90_CUH_
 #define JAXCONV_CUDA_DEPTHWISE_PAIRS_SM90_CUH_
 
@@ -54,8 +55,8 @@
 
 namespace jaxconv::depthwise {
 
-// The filter of a warp's 8 channels as B: a lane has the taps of channel lane / 4 where that column
-// meets its rows.
+// The filter of a warp's 8 channels as B: a lane holds the taps of channel lane / 4 in the rows of
+// its fragment.
 template <class Tag>
 struct PairedTaps {
   static constexpr int kR = Tag::kFilterRows, kS = Tag::kFilterColumns, kPairs = Tag::kPairs;
@@ -74,7 +75,7 @@ struct PairedTaps {
     }
   }
 
-  // Asks for the taps of 8 channels without reading them.
+  // Prefetches the taps of 8 channels.
   static __device__ __forceinline__ void Prefetch(const Params& params, int32_t filter,
                                                   int32_t channel, int lane) {
     const uint16_t* from = First(params, filter, channel);
@@ -83,7 +84,7 @@ struct PairedTaps {
   }
 
  private:
-  // The tap of a channel that meets the first pixel of a window.
+  // The address of a channel's tap for the first pixel of a window.
   static __device__ __forceinline__ const uint16_t* First(const Params& params, int32_t filter,
                                                           int32_t channel) {
     return static_cast<const uint16_t*>(params.filter) + filter * params.filter_stride +
@@ -92,23 +93,23 @@ struct PairedTaps {
   }
 };
 
-// The sums of a warp's columns: of output row o those of place o % R.
+// The sums of a warp's columns; output row o has place o % R.
 template <class Tag>
 struct PairedSums {
   static constexpr int kR = Tag::kFilterRows, kS = Tag::kFilterColumns, kPairs = Tag::kPairs;
   using T = typename Tag::T;
   float place[kR][4] = {};
 
-  // Begins the output row of pixel row i, i % R == kRow.
+  // Starts the output row of pixel row i, i % R == kRow.
   template <int kRow>
   __device__ __forceinline__ void Begin() {
 #pragma unroll
     for (int v = 0; v < 4; ++v) place[kRow % kR][v] = 0;
   }
 
-  // Adds row i of pixels, i % R == kRow, to the R output rows that it meets, the last of which it
-  // begins. What it adds to rows before the first or behind the last is not used: tests between the
-  // products cost more.
+  // Adds row i of pixels, i % R == kRow, to its R output rows and starts the last of them. Sums of
+  // rows before the first or after the last are not used: tests between the products would cost
+  // more.
   template <int kRow>
   __device__ __forceinline__ void Add(const uint32_t (&offset)[kPairs], int32_t at,
                                       const PairedTaps<Tag>& taps) {
@@ -141,12 +142,10 @@ struct PairedSums {
   }
 };
 
-// What becomes of a sum before it is rounded: nothing; scale, bias and a clamp or silu; any
-// epilogue.
+// The epilogue of a sum before rounding: none; scale, bias and a clamp or silu; any.
 enum class Finish { kNone, kClamp, kSilu, kAny };
 
-// A lane's outputs of a row, and what the epilogue does to them: pixels lane / 4 of both halves,
-// two channels.
+// A lane's outputs of a row and their epilogue: pixel lane / 4 of both halves, two channels.
 template <class Tag>
 struct PairedOutputs {
   using T = typename Tag::T;
@@ -178,7 +177,7 @@ struct PairedOutputs {
            epilogue.params.activation == Activation::kSilu;
   }
 
-  // Of output row `row` of the tile: sums -> rounded pairs.
+  // Converts the sums of output row `row` of the tile to rounded pairs.
   template <Finish kWay>
   __device__ __forceinline__ void Round(const Params& params, int32_t row, const float (&sum)[4],
                                         uint32_t (&word)[2]) const {
@@ -231,7 +230,7 @@ struct PlainOutputs {
 template <Finish kWay>
 using Way = std::integral_constant<Finish, kWay>;
 
-// f of a constant of each of 0 ... kCount - 1.
+// Calls f with each constant 0 ... kCount - 1.
 template <int kCount, int kFirst = 0, typename F>
 __device__ __forceinline__ void ForEachRow(F&& f) {
   if constexpr (kFirst < kCount) {
@@ -255,7 +254,7 @@ __global__ void __launch_bounds__(Tag::kCtaThreads,
   const uint32_t full = box + params.stages * params.stage_bytes, done = full + params.stages * 8;
   const int lane = threadIdx.x % 32, warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0);
 
-  // Channel tiles are the fastest: neighbours share cache lines.
+  // Channel tiles are the fastest digit: neighbours share cache lines.
   int32_t image, row, column, first_channel;
   params.channel_tiles.Divmod(static_cast<int32_t>(blockIdx.x), &image, &first_channel);
   columns.tiles.Divmod(image, &image, &column);
@@ -276,7 +275,8 @@ __global__ void __launch_bounds__(Tag::kCtaThreads,
     PrefetchTensorMap(&out_map);
   }
   const int32_t filter = params.images_divmod.Div(image);
-  // Of one CTA of each channel tile: of all they would queue at the few lines of a narrow filter.
+  // Only one CTA of each channel tile prefetches: all CTAs would queue at the few lines of a narrow
+  // filter.
   if (blockIdx.x < params.channel_tiles.divisor) {
     PairedTaps<Tag>::Prefetch(params, filter, first_channel + warp * 8, lane);
   }
@@ -293,8 +293,8 @@ __global__ void __launch_bounds__(Tag::kCtaThreads,
   __syncwarp();
   const PairedTaps<Tag> taps(params, filter, first_channel + warp * 8, lane);
 
-  // The lane's address in ldmatrix of a pair of taps: pixels 0-7, 8-15 (of a second image: 0-7),
-  // and the same of the second tap. Columns that do not exist read others.
+  // The lane's ldmatrix address for a pair of taps: pixels 0-7, pixels 8-15 (or 0-7 of a second
+  // image), and the same for the second tap. Columns that do not exist read other columns.
   auto chunk = [&](int32_t pixel) {
     const int32_t swizzle = kBytes == 128 ? pixel & 7 : pixel >> 1 & 3;
     return pixel * kBytes + ((warp ^ swizzle) << 4);
@@ -315,8 +315,8 @@ __global__ void __launch_bounds__(Tag::kCtaThreads,
   const Outputs outputs(params, epilogue, image, row, column, first_channel + warp * 8, lane);
   PairedSums<Tag> sums;
   const int32_t end = count + kR - 1;
-  // Of the warps in turn, a chunk after it is complete: its output rows leave when all warps have
-  // stored theirs.
+  // The warps take turns, one chunk after the chunk is complete: TMA stores its output rows when
+  // all warps have written theirs.
   auto store = [&](int32_t chunk) {
     if (chunk / kRows % (Tag::kCtaThreads / 32) != warp || !ElectOne()) return;
     BarrierWait(done + chunk / kRows * 8, 0);
@@ -335,7 +335,7 @@ __global__ void __launch_bounds__(Tag::kCtaThreads,
   for (int32_t chunk = 0; chunk < end; chunk += kRows) {
     BarrierWait(full + chunk / kRows * 8, 0);
     const int32_t stage = chunk / kRows * params.stage_bytes;
-    // kAll: all of the chunk's rows are read and complete outputs, so that nothing is tested.
+    // kAll: all rows of the chunk exist and complete outputs, so no tests are needed.
     auto walk = [&](auto all, auto way) {
       ForEachRow<kRows>([&](auto u) {
         constexpr bool kAll = decltype(all)::value;
@@ -352,9 +352,9 @@ __global__ void __launch_bounds__(Tag::kCtaThreads,
           uint32_t word[2];
           outputs.template Round<kWay>(params, i - (kR - 1), sum, word);
           const uint32_t to = out + stage + (kRow - (kR - 1)) * row_bytes;
-          // Results replace pixels of R - 1 rows above, which the ldmatrix of all lanes has read.
-          // The barrier at the end of the chunk before orders that of its rows, this of the chunk's
-          // own.
+          // Results overwrite pixels R - 1 rows above, which ldmatrix has read for all lanes. For
+          // rows of the previous chunk, the barrier at its end orders these accesses; for rows of
+          // this chunk, this one does.
           if constexpr (kRow % kR == kR - 1) __syncwarp();
           StoreWord(to, word[0]);
           StoreWord(to + second * kBytes, word[1]);
@@ -383,8 +383,8 @@ __global__ void __launch_bounds__(Tag::kCtaThreads,
   if (ElectOne()) WaitForStoresToRead();
 }
 
-// Boxes [row][image][column][channel] of the gathered tensor, or rows of an image's tile of the
-// result.
+// The tensor map of boxes [row][image][column][channel] of the gathered tensor, or of rows of an
+// image's tile of the result.
 inline Status EncodeRows(DType dtype, const void* address, int32_t channels, int32_t width,
                          int32_t height, int64_t images, const int32_t (&box)[4],
                          CUtensorMap* map) {
@@ -402,8 +402,8 @@ inline Status EncodeRows(DType dtype, const void* address, int32_t channels, int
   return EncodeTiledMap(tensor, box, map);
 }
 
-// kFilterRows_ x kFilterColumns_ taps at stride 1, kChannelBlocks_ (4 or 8) blocks of 8 channels, a
-// warp each.
+// kFilterRows_ x kFilterColumns_ taps at stride 1; kChannelBlocks_ (4 or 8) blocks of 8 channels,
+// one warp each.
 template <Op kOp, DType kType, int kFilterRows_, int kFilterColumns_, int kChannelBlocks_,
           int kCtasPerSm_>
 struct Pairs {

@@ -18,7 +18,7 @@
 namespace jaxconv::depthwise {
 namespace {
 
-// A line of kernels.def, of direct.cuh and wgrad.cuh.
+// A line of kernels.def for direct.cuh or wgrad.cuh.
 struct Instance {
   int64_t filter_rows, filter_columns, stride, vec, rows, strip, ctas_per_sm, lanes = 32;
   bool tma = false;
@@ -26,26 +26,26 @@ struct Instance {
   bool any() const { return filter_rows == 0; }
   int64_t channels() const { return lanes * vec; }
   int64_t blocks() const { return threads / lanes; }  // of a tile
-  // Whether it is written for dy of a strided convolution (Axis::halved).
+  // Whether the code handles dy of a strided convolution (Axis::halved).
   bool spread(Op op) const { return op == Op::kDgrad && stride == 2; }
 };
 
-// Fitted to 127 times of this family on an H200, which the plan then gives within 10 % rms
-// (docs/notes/depthwise.md): the share of issue slots, and issue slots of a warp for an item, for 16
-// bytes of a box and for an output, latencies included.
+// Fitted to 127 times of this family on an H200; the rms error is 10 % (docs/notes/depthwise.md).
+// The reachable share of issue slots, and a warp's issue slots for an item, for 16 bytes of a box
+// and for an output, latencies included.
 constexpr double kIssueShare = 0.84;
 constexpr double kItemSlots = 190, kCopySlots = 42, kStoreSlots = 20;
-// The same of kernels whose boxes TMA copies, to 38 times, and the microseconds until the first boxes are
-// there, which small layers see.
+// The same for kernels whose boxes TMA copies, fitted to 38 times, and the microseconds until the
+// first boxes arrive, which matter in small layers.
 constexpr double kTmaIssueShare = 0.7, kTmaStoreSlots = 5, kTmaSpreadStoreSlots = 11,
                  kTmaStart = 1.5;
 
-// Of the DRAM rate: what is read; and how much longer what is written takes, beside reads.
+// The share of the DRAM rate for reads, and the additional time of a written byte.
 constexpr double kReadShare = 0.98, kWrittenExcess = 0.25;
 
-// What tiles of a part of a pixel's channels cost: memory moves 64 bytes at a time and caches lines of
-// 128, which such tiles share. Shares of the time of what is stored, and of what is read, measured with
-// 96, 144 and 192 channels.
+// The cost of tiles that hold a part of a pixel's channels: memory moves 64 bytes at a time and
+// caches lines of 128, which such tiles share. Shares of the store time and of the load time,
+// measured with 96, 144 and 192 channels.
 constexpr double kSharedStored = 1.1, kUnalignedStored = 2.0;
 constexpr double kSharedRead = 0.2, kUnalignedRead = 0.3;
 struct SharedLines {
@@ -58,8 +58,8 @@ struct SharedLines {
   }
 
  private:
-  // The share of a tile's bytes in lines that it stores a half of: of pixels that begin with a line,
-  // and of those in the middle of one, where there are such.
+  // The share of a tile's bytes that lie in half-stored lines, averaged over pixels that begin at a
+  // line and pixels that begin in the middle of one, if any.
   static double PartOfLines(int64_t tile_bytes, int64_t pixel_bytes) {
     const int64_t starts = pixel_bytes % 128 == 0 ? 1 : 2;
     int64_t parts = 0;
@@ -74,8 +74,8 @@ struct SharedLines {
   }
 };
 
-// Of direct_tma_sm90.cuh and wgrad_tma_sm90.cuh.
-// A slice of wgrad has at least two items: both are copied from the start.
+// For direct_tma_sm90.cuh and wgrad_tma_sm90.cuh. A wgrad slice has at least two items, because
+// both are copied from the start.
 constexpr int64_t kMinTmaItems = 2;
 constexpr int64_t kMostStages = 4, kMostBoxPixels = 256, kCopyAlignment = 128;
 
@@ -99,8 +99,8 @@ Status Check(const KernelDesc& kernel, const Instance& instance, const ConvProbl
   return CheckStride(problem, 1);
 }
 
-// Shared memory beside the stages: two buffers of taps, or wgrad's sums, which lie over the stages. With
-// TMA taps, scale and bias, and the barriers of the stages.
+// Shared memory without the stages: two buffers of taps (wgrad: none, its sums overlay the stages).
+// With TMA: taps, scale and bias, and the stages' barriers.
 int64_t TapBytes(const Instance& instance, const Params& params, bool wgrad) {
   const int64_t barriers = instance.tma ? 2 * kMostStages * 8 : 0;
   if (wgrad) return barriers;
@@ -111,7 +111,7 @@ int64_t TapBytes(const Instance& instance, const Params& params, bool wgrad) {
   return bytes + 2 * instance.channels() * int64_t{sizeof(float)} + barriers;
 }
 
-// Where wgrad's tiles of dy begin in a stage.
+// The offset of wgrad's tiles of dy in a stage.
 int64_t BoxBytes(const Instance& instance, const Params& params, int64_t width) {
   const int64_t bytes = params.tile_images * int64_t{params.axis[1].box} * params.axis[2].box *
                         instance.channels() * width;
@@ -135,9 +135,9 @@ int64_t SharedBytes(const Instance& instance, const Params& params, int64_t widt
   return std::max(stages, kWarps * taps * instance.channels() * int64_t{sizeof(float)});
 }
 
-// Tiles of 8 blocks: side by side, below each other, of several images. The shape that copies and
-// computes least of those that fit, an SM with a single CTA counted as half as fast again. Warps do
-// nothing for a pixel that TMA copies.
+// Shapes tiles of 8 blocks: side by side, below each other, in several images. It chooses the shape
+// with the least copies and computation that fits; a single CTA on an SM counts as 1.5 times
+// slower. Pixels that TMA copies cost the warps nothing.
 Status ShapeTile(const Instance& instance, const ConvProblem& problem, int64_t width,
                  const Gpu& gpu, Params* params) {
   const bool wgrad = problem.op == Op::kWgrad;
@@ -158,7 +158,7 @@ Status ShapeTile(const Instance& instance, const ConvProblem& problem, int64_t w
     fewest_bytes = std::min(fewest_bytes, bytes);
     const int64_t ctas = CtasOfSm(instance.ctas_per_sm, bytes, gpu);
     if (ctas == 0) return;
-    // Of one image. An output costs about as much as a pixel of the box.
+    // For one image. An output costs about as much as a pixel of the box.
     const double pixel = instance.tma ? 0.25 : 1;
     const double work = (ctas == 1 ? 1.5 : 1) * static_cast<double>(rows.tiles.divisor) *
                         columns.tiles.divisor *
@@ -169,7 +169,7 @@ Status ShapeTile(const Instance& instance, const ConvProblem& problem, int64_t w
     best = shape;
   };
   for (int64_t across = 1; across <= instance.blocks(); across *= 2) {
-    // A tile's images have the same filter.
+    // A tile's images share a filter.
     const int64_t most = problem.batch == 1 ? problem.n : 1;
     for (int64_t images = 1; images <= std::min(instance.blocks() / across, most); images *= 2) {
       consider(across, images);
@@ -185,7 +185,7 @@ Status ShapeTile(const Instance& instance, const ConvProblem& problem, int64_t w
   return {};
 }
 
-// Issue slots of a warp for its block and its share of a box.
+// A warp's issue slots for its block and its share of a box.
 double SlotsOfStep(const Instance& instance, const Params& params, int64_t stage_bytes,
                    const ConvProblem& problem) {
   const bool wgrad = problem.op == Op::kWgrad;
@@ -274,7 +274,7 @@ Status MakePlan(const KernelDesc& kernel, const ConvProblem& problem, const Gpu&
   const double issue = waste * warps * SlotsOfStep(instance, params, stage_bytes, problem) /
                        (4.0 * gpu.cycles_per_us() * (instance.tma ? kTmaIssueShare : kIssueShare));
   const double copy = waste * bytes / (gpu.dram_bytes_per_us * kReadShare);
-  // Near the balance neither bound is reached.
+  // Near the balance of the bounds, neither is reached.
   plan->microseconds = gpu.launch_us * (wgrad ? 2 : 1) + (instance.tma ? kTmaStart : 0) +
                        std::pow(std::pow(issue, 4) + std::pow(copy, 4), 0.25);
   plan->kernel = &kernel;
@@ -319,10 +319,10 @@ std::vector<KernelDesc> Kernels() {
   for (KernelDesc& kernel : all) {
     const bool direct = kernel.plan == MakePlan;
     const auto* instance = direct ? static_cast<const Instance*>(kernel.instance) : nullptr;
-    // Of 3x3, and of larger filters.
+    // For 3x3, and for larger filters.
     kernel.epilogue_cost.terms = direct && instance->filter_rows == 3 ? 0.1 : 0.2;
     kernel.epilogue_cost.activation = 0.1;
-    // StoreInside, where the registers allow it beside the other ways.
+    // StoreInside is compiled where registers allow it in addition to the other stores.
     const bool inside = kernel.plan == PlanPairs ||
                         (direct && (instance->tma || instance->vec == 1) && !instance->any());
     kernel.epilogue_cost.clamps = inside ? 0.03 : 0.2;

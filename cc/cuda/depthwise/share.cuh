@@ -1,4 +1,4 @@
-// A CTA's share of a weight gradient.
+// A CTA's share of a wgrad.
 #ifndef JAXCONV_CUDA_DEPTHWISE_SHARE_CUH_
 #define JAXCONV_CUDA_DEPTHWISE_SHARE_CUH_
 

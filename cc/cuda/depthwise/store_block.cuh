@@ -1,4 +1,4 @@
-// How the sums of direct.cuh and direct_tma_sm90.cuh are stored.
+// Stores the sums of direct.cuh and direct_tma_sm90.cuh.
 #ifndef JAXCONV_CUDA_DEPTHWISE_STORE_BLOCK_CUH_
 #define JAXCONV_CUDA_DEPTHWISE_STORE_BLOCK_CUH_
 
@@ -38,7 +38,7 @@ __device__ __forceinline__ ChannelTerms<kVec> LaneTerms(const FusedEpilogue& epi
   return terms;
 }
 
-// An epilogue without residual, second result and costly activation, for a lane's channels: three
+// An epilogue without residual, second result or costly activation, for a lane's channels: three
 // instructions a sum.
 template <int kVec>
 struct LaneClamp {
@@ -58,9 +58,9 @@ struct LaneClamp {
   }
 };
 
-// Stores a warp's block, whose first output is `first`: finish(sum, v) of the lane's channel v.
-// Both channels of a lane exist or neither. An output takes a rounding, an address, a store and a
-// comparison.
+// Stores finish(sum, v), for the lane's channel v, of a warp's block whose first output is `first`.
+// Both channels of a lane exist or neither. An output takes a rounding, an address computation, a
+// store and a comparison.
 template <typename T, class Tag, typename Finish>
 __device__ __forceinline__ void StoreInside(const Params& params, const TilePlace& first,
                                             int32_t channel,
@@ -76,7 +76,8 @@ __device__ __forceinline__ void StoreInside(const Params& params, const TilePlac
   const int64_t pixel =
       ((int64_t{first.image} * params.axis[0].out + first.depth) * height + first.row) * width +
       first.column;
-  // Bytes, and a pitch in a register: from elements the compiler makes five instructions an output.
+  // In bytes, with the pitch in a register: in elements the compiler needs five instructions an
+  // output.
   const int64_t pitch = int64_t{ComputedHere(params.channels)} * int64_t{sizeof(T)};
   auto* line =
       static_cast<unsigned char*>(params.out) + pixel * pitch + channel * int64_t{sizeof(T)};
@@ -152,15 +153,15 @@ __device__ __forceinline__ void StoreBlock(const Params& params, const Epilogue&
   }
 }
 
-// The same with the fused epilogue, a row of the block after another: the loop over them is not
-// unrolled, so that there is one copy of it, and a uniform branch picks the sums. Both channels of
-// a lane exist or neither.
+// The same with the fused epilogue, row by row: the loop over the rows is not unrolled, so that the
+// code has one copy of the epilogue, and a uniform branch picks the sums. Both channels of a lane
+// exist or neither.
 template <typename T, class Tag>
 __device__ __forceinline__ void StoreFusedBlock(const Params& params, const FusedEpilogue& epilogue,
                                                 const TilePlace& first, int32_t channel,
                                                 float (&sums)[Tag::kRows][Tag::kStrip][Tag::kVec]) {
   constexpr int kVec = Tag::kVec, kStrip = Tag::kStrip;
-  // Under way at a time: as the registers beside the sums allow.
+  // Outputs in flight, as the registers left by the sums allow.
   constexpr int kPart = kVec == 2 ? 3 : Tag::kRows <= 4 ? kStrip : 2;
   static_assert(Tag::kSpread == 1);
   const int32_t height = params.axis[1].out, width = params.axis[2].out;

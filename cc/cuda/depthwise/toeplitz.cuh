@@ -7,40 +7,42 @@
 //
 // with a banded (Toeplitz) 16 x (15 + S) matrix: A of mma.m16n8k16, its rows q, and x as B, its
 // columns the rows p. A filter of up to 17 columns takes two instructions for 128 outputs, of up to
-// 33 three. In A, the word of lane 4 g + t at column block i is the pair filter[r, 2 t - g + 8 i]
-// and the next: a[0] and a[3] of the first instruction are block 0, a[2] block 1, a[1] zero; the
-// second has blocks 2, 1, 3, 2. So a lane loads as many words a filter row and channel as there are
-// blocks, two to five. Of two blocks the second instruction is m16n8k8, with block 1 alone.
+// 33 columns three. In A, the word of lane 4 g + t at column block i holds the taps filter[r, 2 t -
+// g + 8 i] and its successor. In the first instruction a[0] and a[3] are block 0, a[2] is block 1,
+// a[1] is zero; the second has blocks 2, 1, 3, 2. A lane therefore loads one word for each block,
+// two to five for a filter row and channel. With two blocks the second instruction is m16n8k8, with
+// block 1 only.
 //
-// mma reads x by columns, NHWC stores it by channels. The box arrives as [pixel][channel]; a warp
-// transposes 8 pixels x 8 channels with ldmatrix.trans, which leaves two neighbouring pixels of one
-// channel in a word, and stores the words to planes [channel][row][column]:
+// mma needs neighbouring columns of x in a word, but NHWC stores neighbouring channels. The box
+// arrives as [pixel][channel]; a warp transposes 8 pixels x 8 channels by ldmatrix.trans, which
+// leaves two neighbouring pixels of one channel in a word, and stores the words to planes
+// [channel][row][column]:
 //
 //     box: pixels x kChannels | planes: kChannels x (rows x columns) | band: R x kChannels x 2 x kBand
 //
-// Rows of a plane are an odd number of 16 bytes apart and planes 16 bytes modulo 128, so that
-// neither ldmatrix nor the stores conflict. The band lies twice, the second time shifted by one
-// tap, because a word of A starts at an odd tap in odd rows g.
+// The row pitch of a plane is an odd multiple of 16 bytes and the plane pitch 16 bytes modulo 128,
+// so that neither ldmatrix nor the stores have bank conflicts. Shared memory holds a second copy of
+// the band, shifted by one tap, because in odd rows g a word of A starts at an odd tap.
 //
 // Tile: strips of 8 rows x 16 kProducts columns and kChannels channels, blocks_across strips side
-// by side and blocks_down below each other; a warp has one strip and 8 channels. Its products share
-// the taps and the columns of x between them (kMatrices of 8 x 8), and each thread ends with 8
-// neighbouring channels of a pixel and stores 16 bytes. Where shared memory is short, a box comes
-// in pieces of stage_rows rows. The next item's first piece is copied while this item is
-// multiplied. Two barriers a piece.
+// by side and blocks_down below each other; a warp has one strip and 8 channels. The products of a
+// strip share the taps and the columns of x (kMatrices blocks of 8 x 8). Each thread ends with 8
+// neighbouring channels of a pixel and stores 16 bytes. If shared memory is short, the box is
+// copied in parts of stage_rows rows. The next item's first part is copied while this item is
+// multiplied. There are two barriers a part.
 //
-// Shared memory of 7x7 and 16 channels, 32 x 32 outputs: box and planes 38 x 40 x 32 bytes each, 98
-// KB, band 11 KB, so that two CTAs share an SM. Of 31x31 and 8 channels, 56 x 64 outputs: planes 86
-// x 96 x 16 bytes, 143 KB, a quarter of a box 34 KB, band 48 KB.
+// Shared memory for 7x7, 16 channels, 32 x 32 outputs: box and planes 38 x 40 x 32 bytes each, 98
+// KB, band 11 KB, so that two CTAs share an SM. For 31x31, 8 channels, 56 x 64 outputs: planes 86 x
+// 96 x 16 bytes, 143 KB, a quarter of a box 34 KB, band 48 KB.
 //
-// Of a filter row, channel and strip:
+// For a filter row, channel and strip:
 //                      products   wavefronts of loads   instructions
 //     9 columns           4              7                   13
 //     17                  4              9                   15
 //     33                  6             13                   21
 //     33, wide           12             17                   28
 //
-// Zeros of the band meet pixels outside of an output's window: an Inf or NaN of x spreads to the
+// The band's zeros multiply pixels outside an output's window, so an Inf or NaN of x spreads to the
 // outputs of its block.
 //
 // Refused, with a reason (toeplitz_plan.cc): other types, strides and dilations, K != C, channels
@@ -64,8 +66,8 @@
 
 namespace jaxconv::depthwise {
 
-// A pixel of kChannels 16-bit channels. Of two chunks, every other four pixels have them exchanged:
-// the eight pixels of a transposed matrix then lie in different banks.
+// A pixel of kChannels 16-bit channels. With two chunks, they are swapped in every other group of
+// four pixels, so that the eight pixels of a transposed matrix lie in different banks.
 template <int kChannels_>
 struct NarrowPixel {
   static constexpr int kBytes = kChannels_ * 2, kChunks = kBytes / 16, kChunkChannels = 8;
@@ -74,16 +76,16 @@ struct NarrowPixel {
   }
 };
 
-// kChannels: of a tile. kBlocks: column blocks of the band that hold taps, of filters of up to
-// 8 kBlocks - 7 columns. kProducts: of 16 columns each, side by side in a strip.
+// kChannels: channels of a tile. kBlocks: column blocks of the band that hold taps, for filters of
+// up to 8 kBlocks - 7 columns. kProducts: products of 16 columns, side by side in a strip.
 template <Op kOp, DType kType, int kChannels_, int kBlocks_, int kProducts_, int kCtasPerSm_>
 struct Toeplitz {
   using T = typename ElementOf<kType>::Type;
   using Epilogue = PlainEpilogue;
   static constexpr int kChannels = kChannels_, kBlocks = kBlocks_, kProducts = kProducts_;
   static constexpr int kCtasPerSm = kCtasPerSm_;
-  // A CTA alone on its SM has the registers for several pieces, and to load ahead outside of the
-  // products.
+  // A CTA alone on its SM has enough registers for several parts of a box, and to load ahead
+  // outside of the products.
   static constexpr bool kPieces = kCtasPerSm == 1;
   static constexpr int kUnroll = kPieces ? 4 : 1;
 
@@ -91,16 +93,16 @@ struct Toeplitz {
   static Status Launch(const Plan& plan, const Operands& operands, void* stream);
 };
 
-// Channels that a warp sums at a time: independent products hide the latency of each, and more
-// would not leave registers for what is loaded ahead.
+// Channels that a warp sums at a time. Independent products hide each other's latency; more
+// channels would leave no registers for loads ahead.
 inline constexpr int kPass = 4;
 
-// The band of filter row r and channel c begins at element (r kChannels + c) kBandRow: tap i at
-// kBandStart + i, and the copy that is shifted by one tap BandTaps further.
+// The band of filter row r and channel c begins at element (r kChannels + c) kBandRow: tap i lies
+// at kBandStart + i, and the shifted copy BandTaps further.
 template <class Tag>
 constexpr int kBandRow = 2 * BandTaps(Tag::kBlocks);
 
-// Zeros for the whole band. No filter has taps elsewhere than the others of its problem.
+// Clears the whole band, once: all filters of a problem have their taps in the same places.
 template <class Tag>
 __device__ __forceinline__ void ClearBand(const Params& params, uint32_t band) {
   const int32_t bytes = params.axis[1].taps * Tag::kChannels * kBandRow<Tag> * 2;
@@ -108,8 +110,8 @@ __device__ __forceinline__ void ClearBand(const Params& params, uint32_t band) {
   for (int32_t i = threadIdx.x * 16; i < bytes; i += kThreads * 16) StoreChunk(band + i, zeros);
 }
 
-// The taps of a tile's channels, in both copies: warps take filter rows, lanes columns and 8
-// channels. Channels beyond the last keep what they have: nothing reads it.
+// Stores the taps of a tile's channels in both copies: each warp takes filter rows, each lane a
+// column and 8 channels. Channels past the last are not written; no result depends on them.
 template <class Tag>
 __device__ __forceinline__ void FillBand(const Params& params, const TilePlace& tile,
                                          const Step& step, typename Tag::T* band) {
@@ -147,15 +149,15 @@ __device__ __forceinline__ void FillBand(const Params& params, const TilePlace& 
   }
 }
 
-// `box_rows` rows of a box [pixel][channel] -> planes [channel][row][column]. Columns are a
-// multiple of 8, eight pixels of a row and eight channels a matrix; a warp takes a row, four
-// matrices a pass.
+// Transposes `box_rows` rows of a box [pixel][channel] to planes [channel][row][column]. The number
+// of columns is a multiple of 8; a matrix is eight pixels of a row by eight channels. A warp takes
+// a row, four matrices a pass.
 template <class Tag>
 __device__ __forceinline__ void TransposeBox(const Params& params, int32_t box_rows, uint32_t box,
                                              uint32_t planes) {
   using P = NarrowPixel<Tag::kChannels>;
   constexpr int kAcross = 4 / P::kChunks;  // blocks of 8 pixels a pass
-  // A block of two chunks may be left.
+  // A block of two chunks may remain.
   constexpr int kRest = ToeplitzMatrices(Tag::kBlocks, Tag::kProducts) % kAcross;
   static_assert(kRest == 0 || (kRest == 1 && P::kChunks == 2));
   const int lane = Lane(), warp = Thread() / 32, matrix = lane / 8;
@@ -168,7 +170,7 @@ __device__ __forceinline__ void TransposeBox(const Params& params, int32_t box_r
 #pragma unroll 1
   for (int32_t row = warp; row < box_rows; row += kWarps) {
     uint32_t from = from_row, to = to_row;
-    // The word of matrix m: block m / kChunks, chunk m % kChunks.
+    // Stores the word of matrix m: block m / kChunks, chunk m % kChunks.
     auto store = [&](int m, uint32_t word) {
       StoreWord((m % P::kChunks == 1 ? to + second_chunk : to) + m / P::kChunks * 16, word);
     };
@@ -192,8 +194,8 @@ __device__ __forceinline__ void TransposeBox(const Params& params, int32_t box_r
   }
 }
 
-// B of a filter row and channel: kMatrices 8 x 8 blocks of pixels, 16 bytes from one to the next.
-// The lane's address is that of row lane % 8 of block lane / 8.
+// Loads B of a filter row and channel: kMatrices blocks of 8 x 8 pixels, 16 bytes apart. The lane's
+// address is that of row lane % 8 of block lane / 8.
 template <int kMatrices, int kFirst = 0>
 __device__ __forceinline__ void LoadPixels(uint32_t address, uint32_t (&x)[kMatrices]) {
   constexpr int kLeft = kMatrices - kFirst, kCount = kLeft >= 4 ? 4 : kLeft >= 2 ? 2 : 1;
@@ -201,10 +203,11 @@ __device__ __forceinline__ void LoadPixels(uint32_t address, uint32_t (&x)[kMatr
   if constexpr (kLeft > kCount) LoadPixels<kMatrices, kFirst + kCount>(address, x);
 }
 
-// Adds a filter row of kPass channels to a warp's strip. A word of the band has two places in A, in
-// registers of four in a row, so that one of them holds a copy; others are zero. `zero` and `zeros`
-// (two a channel) are 0, which the compiler does not know: operands that it sees to be the same
-// value, it makes anew for each product. As values of their own the zeros stay in their registers.
+// Adds a filter row of kPass channels to a warp's strip. A word of the band occurs twice in A,
+// whose four registers are consecutive, so one of them holds a copy; other registers are zero.
+// `zero` and `zeros` (two a channel) are 0 at run time only: if the compiler knew that two operands
+// are equal, it would rematerialise them for each product. As opaque values the zeros stay in their
+// registers.
 template <class Tag>
 __device__ __forceinline__ void MultiplyFilterRow(uint32_t taps, uint32_t pixels,
                                                   int32_t plane_bytes, uint32_t zero,
@@ -221,8 +224,8 @@ __device__ __forceinline__ void MultiplyFilterRow(uint32_t taps, uint32_t pixels
     LoadPixels(pixels + c * plane_bytes, x);
 #pragma unroll
     for (int k = 0; k < kInstructions; ++k) {
-      // Blocks 2 k - 1 to 2 k + 1 of the band; of the second instruction of two blocks only the
-      // first.
+      // Blocks 2 k - 1 to 2 k + 1 of the band; with two blocks, the second instruction has only the
+      // first of these.
       if constexpr (kBlocks == 2) {
         if (k == 1) {
           const uint32_t words[2] = {zeros[c][1], block[1] ^ zero};
@@ -244,7 +247,8 @@ __device__ __forceinline__ void MultiplyFilterRow(uint32_t taps, uint32_t pixels
   }
 }
 
-// Stores the outputs of a warp's strip, whose first output and first of eight channels are `first`.
+// Stores the outputs of a warp's strip. `first`: its first output and the first of its eight
+// channels.
 template <typename Out, class Tag, class Epilogue>
 __device__ __forceinline__ void StoreStrip(const Params& params, const Epilogue& epilogue,
                                            const TilePlace& first,
@@ -284,7 +288,7 @@ __device__ __forceinline__ void StoreStrip(const Params& params, const Epilogue&
   }
 }
 
-// A warp's strip and its eight channels in the tile. Computed anew where it is used: the products
+// A warp's strip and its eight channels in the tile. Recomputed at each use, because the products
 // need the registers.
 template <class Tag>
 struct WarpStrip {
@@ -310,12 +314,12 @@ __global__ void __launch_bounds__(kThreads, Tag::kCtasPerSm)
   extern __shared__ __align__(1024) unsigned char dynamic[];
   const uint32_t box = SharedAddress(dynamic), planes = box + params.stage_bytes;
   const Epilogue epilogue(params.epilogue);
-  // C = K is a multiple of 8: what FillBox and Cursor have for others falls away.
+  // C = K is a multiple of 8, so the compiler removes the other cases of FillBox and Cursor.
   HaloParams known = params;
   known.vector = known.reduce = 1;
   const uint32_t zero = params.repeat.divisor - 1;
 
-  int32_t held = -1;  // the first channel, counted over all filters, whose taps the band has
+  int32_t held = -1;  // the first channel whose taps the band holds, counted over all filters
   Cursor at(params);
   const int32_t box_rows = params.axis[1].box;
   auto rows_from = [&](int32_t row) {
@@ -364,7 +368,7 @@ __global__ void __launch_bounds__(kThreads, Tag::kCtasPerSm)
       uint32_t pixels = planes + strip.channel * params.plane_bytes +
                         (strip.row + lane % 8) * params.plane_row_bytes +
                         (strip.column + lane / 8 * 8) * 2;
-      // The lane's word of block 0: tap 2 t - g, of the shifted copy in odd rows.
+      // The lane's word of block 0: tap 2 t - g, from the shifted copy in odd rows.
       uint32_t taps = box + params.band_offset + strip.channel * kBandRow<Tag> * 2 +
                       (g % 2 * BandTaps(Tag::kBlocks) + kBandStart + 2 * t - g - g % 2) * 2;
 #pragma unroll

@@ -13,22 +13,23 @@ namespace jaxconv::depthwise {
 namespace {
 
 constexpr int64_t kWidth = 2;  // bytes of an element
-// Of the rates of shared memory and of mma.sync; an assumption, as kDramShare.
+// The share of the throughput of shared memory and mma.sync; assumed, like kDramShare.
 constexpr double kOnChipShare = 0.75;
-// Of an SM's four instructions a cycle, with sixteen busy warps: 65 M instructions took 129 us
-// (7x7, 64x56x56x96), and with seven warps 70 M took 181 us (31x31, 16x56x56x128).
+// The share of an SM's four instructions a cycle with sixteen busy warps, and its exponent in the
+// number of warps: 65 M instructions took 129 us (7x7, 64x56x56x96); with seven warps 70 M took 181
+// us (31x31, 16x56x56x128).
 constexpr double kIssueShare = 0.48, kIssueExponent = 0.3;
 constexpr double kInstructionsOfCycle = 4;
-// Counted in SASS: of 32 lanes' chunks of a box; of a warp for a row of a box and for four matrices
-// of it; for an item, and for the place of each pixel that a lane stores.
+// Instructions counted in SASS: to copy 32 lanes' chunks of a box; for a warp, per row of a box and
+// per four matrices of it; per item, and per pixel position that a lane stores.
 constexpr double kFillInstructions = 25, kRowInstructions = 12, kTransposeInstructions = 12;
 constexpr double kItemInstructions = 500, kStoreInstructions = 20;
 constexpr double kSharedBytesOfCycle = 128;
 constexpr double kCyclesOfPiece = 1500;
 constexpr int64_t kMostPieces = 4;
-// Times measured on an H200 over those of this model, the median of 53 layers: bands of up to 17
-// columns (from 0.6 on 7x7 maps to 3.3 on maps of 56x56 with 96 channels, where the model says
-// least), of 33.
+// Measured time on an H200 over this model's, median of 53 layers: bands of up to 17 columns (0.6
+// on 7x7 maps to 3.3 on 56x56 maps with 96 channels, for which the model predicts the least time),
+// and of 33.
 constexpr double kMeasured17 = 2.2, kMeasured33 = 1.5;
 
 Status Check(const KernelDesc& kernel, const ToeplitzInstance& instance,
@@ -54,7 +55,7 @@ int64_t BandBytes(const ToeplitzInstance& instance, const Params& params) {
   return int64_t{instance.channels} * params.axis[1].taps * 2 * BandTaps(instance.blocks) * kWidth;
 }
 
-// Places the parts of a tile of down x across strips in shared memory; the bytes of all.
+// Places the parts of a tile of down x across strips in shared memory; returns their bytes.
 int64_t PlaceTile(const ToeplitzInstance& instance, int64_t across, int64_t down, int64_t pieces,
                   Params* params) {
   Axis &rows = params->axis[1], &columns = params->axis[2];
@@ -87,8 +88,8 @@ int64_t PlaceTile(const ToeplitzInstance& instance, int64_t across, int64_t down
   return band_offset + BandBytes(instance, *params);
 }
 
-// Cycles of an SM for one item's depth tap, where `ctas` share the SM: those in which its
-// schedulers, shared memory or tensor cores are busy with the products, and with all else.
+// Cycles of an SM for one depth tap of an item, with `ctas` CTAs on the SM: the busy cycles of its
+// schedulers, shared memory or tensor cores, for the products and for everything else.
 double CyclesOfItem(const ToeplitzInstance& instance, const Params& params, int64_t ctas,
                     const Gpu& gpu) {
   const int64_t warps =
@@ -101,7 +102,7 @@ double CyclesOfItem(const ToeplitzInstance& instance, const Params& params, int6
   const double bytes_of_cycle = kSharedBytesOfCycle * kOnChipShare;
 
   const double row_steps = static_cast<double>(warps) * 8 * params.axis[1].taps;
-  // The schedulers with most warps finish last; an SM has four.
+  // An SM has four schedulers; those with the most warps finish last.
   const double uneven =
       static_cast<double>(CeilDiv(resident, 4) * 4) / static_cast<double>(resident);
   const double tensor =
@@ -112,7 +113,8 @@ double CyclesOfItem(const ToeplitzInstance& instance, const Params& params, int6
       row_steps * static_cast<double>(products + 2 * instance.blocks + CeilDiv(matrices, 4) + 3) /
       issue;
 
-  // The box is written, read, and written to the planes. Pieces but the first are waited for.
+  // The box is written, read, and written to the planes. All parts but the first expose their
+  // latency.
   const auto pieces = static_cast<double>(CeilDiv(params.axis[1].box, params.stage_rows));
   const double box_bytes = pieces * params.stage_bytes;
   const double copies = 3 * box_bytes / bytes_of_cycle;
@@ -127,12 +129,12 @@ double CyclesOfItem(const ToeplitzInstance& instance, const Params& params, int6
   return std::max({tensor, loads + copies, multiply + other}) + waits;
 }
 
-// Shapes the tile that takes the fewest cycles. `planes`: images x channel tiles x depths, each
+// Chooses the tile shape with the fewest cycles. `planes`: images x channel tiles x depths, each
 // tiled alike.
 Status ShapeTile(const ToeplitzInstance& instance, int64_t planes, const Gpu& gpu, Params* params,
                  int64_t* shared_bytes, double* cycles) {
   const int64_t strips = kWarps / (instance.channels / 8);
-  // Kernels of which two CTAs share an SM take a box whole (Toeplitz::kPieces).
+  // Kernels with two CTAs on an SM copy the whole box at once (Toeplitz::kPieces).
   const int64_t most_pieces = instance.ctas_per_sm == 1 ? kMostPieces : 1;
   *cycles = HUGE_VAL;
   int64_t fewest_bytes = INT64_MAX;

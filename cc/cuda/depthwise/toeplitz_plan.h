@@ -10,7 +10,7 @@
 
 namespace jaxconv::depthwise {
 
-// A line of kernels.def, of toeplitz.cuh.
+// A line of kernels.def for toeplitz.cuh.
 struct ToeplitzInstance {
   int32_t channels, blocks, products, ctas_per_sm;
 };

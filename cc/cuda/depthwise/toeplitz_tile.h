@@ -1,4 +1,4 @@
-// Sizes of toeplitz.cuh's tiles, which its plan needs too.
+// Sizes of toeplitz.cuh's tiles, for the kernel and its plan.
 #ifndef JAXCONV_CUDA_DEPTHWISE_TOEPLITZ_TILE_H_
 #define JAXCONV_CUDA_DEPTHWISE_TOEPLITZ_TILE_H_
 
@@ -10,7 +10,7 @@ namespace jaxconv::depthwise {
 inline constexpr int kStripRows = 8;
 JAXCONV_HOST_DEVICE constexpr int StripColumns(int products) { return 16 * products; }
 
-// Of a band with so many column blocks of 8 that hold taps.
+// The filter columns of a band with this many column blocks of 8 that hold taps.
 JAXCONV_HOST_DEVICE constexpr int ToeplitzFilterColumns(int blocks) { return 8 * blocks - 7; }
 JAXCONV_HOST_DEVICE constexpr int ToeplitzInstructions(int blocks) { return blocks <= 3 ? 2 : 3; }
 // Blocks of 8 columns of x that a strip reads.

@@ -14,9 +14,9 @@ constexpr int64_t kWidth = 2;  // bytes of an element
 constexpr int64_t kMostBlocks = 8, kMostProducts = 2;
 // Rows y that complete no output.
 constexpr int64_t kIncompleteRows = kBandStep - 1;
-// Fitted to seven times of an H200, of 5 and of 3 blocks (docs/notes/depthwise.md): cycles of an SM of
-// m64n256k16 (128 at the full rate), of the sums of 32 rows of a channel, of a pixel that comes and
-// leaves, of a tile; and microseconds until the first tile is there.
+// Fitted to seven times on an H200, for 5 and 3 blocks (docs/notes/depthwise.md). SM cycles for one
+// m64n256k16 (128 at full throughput), for the sums of 32 rows of a channel, for the load and store
+// of a pixel, for a tile; and microseconds until the first tile arrives.
 constexpr double kProductCycles = 133, kSumCycles = 513, kPixelCycles = 7.6, kTileCycles = 4480;
 constexpr double kStart = 5.4;
 
@@ -63,8 +63,8 @@ Status Check(const KernelDesc& kernel, const ToeplitzWgmmaInstance& instance,
   return {};
 }
 
-// Cuts the rows into tiles of so many products and places the parts in shared memory; the bytes of
-// all.
+// Divides the rows into tiles of `products` products and places the parts in shared memory; returns
+// their bytes.
 int64_t ShapeTile(const ToeplitzWgmmaInstance& instance, int64_t products,
                   ToeplitzWgmmaParams* params) {
   Axis &rows = params->axis[1], &columns = params->axis[2];
@@ -82,8 +82,8 @@ int64_t ShapeTile(const ToeplitzWgmmaInstance& instance, int64_t products,
   params->box_columns = FastDivmod(columns.in);
   const int64_t plane_rows = products * kBandRows + (2 * instance.step_pairs - 1) * kBandStep;
   const int64_t row_bytes = (blocks + BandHalo(instance.chunks)) * 16;
-  // Behind the last row lie its right border and what its product reads of blocks beyond the map.
-  // Planes lie 16 bytes more than a multiple of 128 apart.
+  // The last row is followed by its right border and by the blocks past the map that its product
+  // reads. The plane pitch is 16 bytes modulo 128.
   const int64_t plane_bytes = CeilDiv((plane_rows + 1) * row_bytes - 16, 128) * 128 + 16;
   params->plane_rows = static_cast<int32_t>(plane_rows);
   params->row_bytes = static_cast<int32_t>(row_bytes);
@@ -100,8 +100,8 @@ int64_t ShapeTile(const ToeplitzWgmmaInstance& instance, int64_t products,
   return band_offset + band_bytes + kBandWarpgroups * 2 * kBandPassBytes;
 }
 
-// Cycles of an SM for a tile. The warpgroups share the tensor cores and shared memory, so that
-// products and sums take as long as one after the other.
+// Cycles of an SM for a tile. The warpgroups share the tensor cores and shared memory, so the times
+// of products and sums add.
 double CyclesOfTile(const ToeplitzWgmmaInstance& instance, const ToeplitzWgmmaParams& params) {
   const Axis &rows = params.axis[1], &columns = params.axis[2];
   const double read = static_cast<double>(std::min(rows.box, rows.in)) * columns.in;

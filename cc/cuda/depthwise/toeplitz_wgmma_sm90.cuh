@@ -6,27 +6,28 @@
 //     out[p, 8 b + j] = sum over i < 8 of D[(i, j), (p + i, b)]
 //     D[(i, j), (y, b)] = sum over s, k of f[8 s + i, k - j] x[y + 8 s, 8 b + k]
 //
-// D is a product: A, 64 rows (i, j), holds the band of taps in registers, a whole channel's, and B,
-// a column for each block b of each row y, is the map as it lies: windows of neighbouring blocks
-// begin 16 bytes apart, so that 8 of them are a core matrix of 128 bytes, and the next 8 columns k of
-// all of them lie 16 bytes further. Nothing is copied for each tap. A tap of m64n256k16 serves 32
-// rows y; 31x31 takes ten of them (4 steps s of 5 blocks k), 31 of 40 columns k useful.
+// D is a matrix product. A, with 64 rows (i, j), holds a channel's whole band of taps in registers.
+// B has a column for each block b of each row y and is the map itself: the windows of neighbouring
+// blocks begin 16 bytes apart, so 8 of them form a core matrix of 128 bytes, and their next 8
+// columns k lie 16 bytes further. No data is copied per tap. One m64n256k16 serves 32 rows y; 31x31
+// takes ten (4 steps s of 5 blocks k), with 31 of 40 columns k useful.
 //
 //     box: pixels x 8 channels | planes: 8 channels x rows x columns | band: taps of 8 channels
 //
-// A plane's rows have BandHalo blocks of zeros in front, which are the right border of the row
-// before, and rows of zeros above and below the map.
+// BandHalo blocks of zeros precede each row of a plane and serve as the right border of the
+// previous row; rows of zeros lie above and below the map.
 //
 // Tile: 8 channels, all columns, 32 or 64 rows y, of which the last 7 complete no output. Two
-// warpgroups take channels in turn. Of the sums of a product a thread adds its two i; those of four
-// warps pass through shared memory, 8 rows at a time, and are added in a fixed order. Finished rows lie in their channel's plane, whose rows they replace are multiplied
-// already; the tile then leaves by ldmatrix.trans, two channels a word. The next tile's box is copied
-// while this one is multiplied. Registers: 128 accumulators, 40 of the band.
+// warpgroups alternate over the channels. A thread adds the sums of its two i; the sums of four
+// warps pass through shared memory, 8 rows at a time, and are added in a fixed order. Finished rows
+// overwrite rows of their channel's plane that are already multiplied. ldmatrix.trans then reads
+// the tile, two channels a word, and the warps store it. The next tile's box is copied while this
+// one is multiplied. Registers: 128 accumulators, 40 for the band.
 //
 // Shared memory of 31x31 on 56 x 56: planes 100 KB, box 49 KB, band 24 KB, sums 32 KB.
 //
-// Zeros of the band meet pixels outside of an output's window: an Inf or NaN of x spreads to the
-// outputs near it.
+// The band's zeros multiply pixels outside an output's window, so an Inf or NaN of x spreads to
+// nearby outputs.
 //
 // Refused, with a reason (toeplitz_wgmma_plan.cc): other types, strides and dilations, K != C,
 // channels that are not multiples of 8, a depth, results of another type, wider maps, longer filters,
@@ -57,14 +58,15 @@ struct ToeplitzWgmma {
   using Epilogue = PlainEpilogue;
   static constexpr int kChunks = kChunks_, kStepPairs = kStepPairs_;
   static constexpr int kFilterRows = 2 * kBandStep * kStepPairs;
-  static constexpr int kProducts = kStepPairs * kChunks;  // of 16 columns k, two chunks each
+  static constexpr int kProducts = kStepPairs * kChunks;  // products of 16 columns k, two chunks
+                                                          // each
   static constexpr int kTaps = BandRowTaps(kChunks);
 
   template <class Tag>
   static Status Launch(const Plan& plan, const Operands& operands, void* stream);
 };
 
-// Rows of the map that a tile reads: the first, how many, and the plane's row of the first.
+// Rows of the map that a tile reads: the first, their number, and the first one's row in the plane.
 struct BandRowsRead {
   int32_t first, count, top;
   __device__ __forceinline__ BandRowsRead(const ToeplitzWgmmaParams& params, int32_t row) {
@@ -83,7 +85,7 @@ __device__ __forceinline__ void ClearBytes(uint32_t address, int32_t bytes) {
   }
 }
 
-// Begins to copy a tile's rows, 16 bytes a pixel. Columns behind the last of a row stay zero.
+// Starts to copy a tile's rows, 16 bytes a pixel. Columns past the end of a row stay zero.
 template <class Tag>
 __device__ __forceinline__ void CopyRows(const ToeplitzWgmmaParams& params, int32_t item,
                                          uint32_t box) {
@@ -104,7 +106,8 @@ __device__ __forceinline__ void CopyRows(const ToeplitzWgmmaParams& params, int3
   }
 }
 
-// The taps of a tile's channels: warps take filter rows, lanes columns and all channels.
+// Stores the taps of a tile's channels: each warp takes filter rows, each lane a column with all
+// channels.
 template <class Tag>
 __device__ __forceinline__ void FillTaps(const ToeplitzWgmmaParams& params, const TilePlace& tile,
                                          typename Tag::T* band) {
@@ -134,8 +137,8 @@ __device__ __forceinline__ void FillTaps(const ToeplitzWgmmaParams& params, cons
   }
 }
 
-// The box -> planes, and zeros to the rows that are not in the map: what lay there are results of
-// the tile before.
+// Transposes the box to planes, and clears the rows outside the map, which hold results of the
+// previous tile.
 template <class Tag>
 __device__ __forceinline__ void FillPlanes(const ToeplitzWgmmaParams& params,
                                            const BandRowsRead& rows, uint32_t box,
@@ -144,7 +147,7 @@ __device__ __forceinline__ void FillPlanes(const ToeplitzWgmmaParams& params,
   const uint32_t data = planes + BandHalo(Tag::kChunks) * 16;
   const auto across = static_cast<int32_t>(params.blocks.divisor);
   const int32_t blocks = rows.count * across;
-  // A block of 8 pixels is a matrix; four a pass.
+  // A matrix is a block of 8 pixels; four matrices a pass.
   const uint32_t to =
       data + rows.top * params.row_bytes + lane / 4 * params.plane_bytes + lane % 4 * 4;
   for (int32_t block = warp * 4; block < blocks; block += kHaloThreads / 32 * 4) {
@@ -166,8 +169,8 @@ __device__ __forceinline__ void FillPlanes(const ToeplitzWgmmaParams& params,
   }
 }
 
-// A channel's A, in the registers of wgmma: of warp w rows (2 w, j = g) and (2 w + 1, g). A pair of
-// taps that begins at an odd place is cut from two words.
+// A channel's A in wgmma register order: warp w has rows (2 w, j = g) and (2 w + 1, g). A pair of
+// taps at an odd position is formed from two words.
 template <class Tag>
 __device__ __forceinline__ void LoadBand(uint32_t band, int warp, int lane,
                                          uint32_t (&a)[Tag::kProducts][4]) {
@@ -185,7 +188,8 @@ __device__ __forceinline__ void LoadBand(uint32_t band, int warp, int lane,
   }
 }
 
-// A channel of a tile: multiplies its plane, adds, and leaves the results in the plane's first rows.
+// Processes a channel of a tile: multiplies its plane, adds, and writes the results to the plane's
+// first rows.
 template <class Tag>
 __device__ __forceinline__ void ComputeChannel(const ToeplitzWgmmaParams& params,
                                                typename Tag::T* plane_elements, uint32_t sums,
@@ -197,7 +201,7 @@ __device__ __forceinline__ void ComputeChannel(const ToeplitzWgmmaParams& params
   const int thread = threadIdx.x % 128, lane = threadIdx.x % 32, warp = thread / 32;
   const auto blocks = static_cast<int32_t>(params.blocks.divisor);
   const auto pitch = static_cast<uint32_t>(params.row_bytes >> 4);
-  // Where the thread writes sums and reads them: a row of 64 columns is [column j][block].
+  // Addresses at which the thread writes and reads sums; a row of 64 columns is [column j][block].
   const uint32_t write = sums + warp * kBandSumBytes + lane * 8;
   const int place = thread / 16, quad = thread % 16;
   const uint32_t read = sums + quad * 16;
@@ -208,8 +212,8 @@ __device__ __forceinline__ void ComputeChannel(const ToeplitzWgmmaParams& params
   float acc[kBandRows * 4];
 #pragma unroll
   for (float& sum : acc) sum = 0;
-  // Rows y count from 1 here: of a pass the eight rows from 8 pass on, where row r of warp w is a
-  // part of output row r - 2 w - 1. The thread's output rows are those of its place modulo 8.
+  // Rows y count from 1 here. A pass has the eight rows from 8 pass on; row r of warp w is a part
+  // of output row r - 2 w - 1. A thread's output rows are congruent to its place modulo 8.
   float last[2] = {0, 0}, before[4] = {0, 0, 0, 0};
   auto finish = [&] {
     if (Inside(row, out_rows)) {
@@ -272,11 +276,11 @@ __device__ __forceinline__ void ComputeChannel(const ToeplitzWgmmaParams& params
     last[0] = acc[kBandRows * 4 - 4];
     last[1] = acc[kBandRows * 4 - 3];
   }
-  // Of the rows that began with the last pass the first two are whole.
+  // The first two rows begun in the last pass are complete.
   finish();
 }
 
-// Stores a tile's results from the planes: a lane has two channels of a pixel.
+// Stores a tile's results from the planes; a lane has two channels of a pixel.
 template <class Tag>
 __device__ __forceinline__ void StoreTile(const ToeplitzWgmmaParams& params, const TilePlace& tile,
                                           int32_t out_rows, uint32_t planes) {
@@ -289,7 +293,7 @@ __device__ __forceinline__ void StoreTile(const ToeplitzWgmmaParams& params, con
   const int32_t blocks = out_rows * static_cast<int32_t>(params.blocks.divisor);
   const uint32_t data = planes + BandHalo(Tag::kChunks) * 16 + lane % 8 * params.plane_bytes;
   for (int32_t block = warp * 4; block < blocks; block += kHaloThreads / 32 * 4) {
-    // The lane's row of matrix lane / 8: a channel.
+    // The lane's row of matrix lane / 8, one channel.
     int32_t row, column;
     params.blocks.Divmod(min(block + lane / 8, blocks - 1), &row, &column);
     uint32_t word[4];
@@ -321,7 +325,7 @@ __global__ void __launch_bounds__(kHaloThreads, 1)
   __syncthreads();
   if (!at.Done()) CopyRows<Tag>(params, at.item, box);
   CopyAsyncCommit();
-  int32_t held = -1;  // the first channel, counted over all filters, whose taps the band has
+  int32_t held = -1;  // the first channel whose taps the band holds, counted over all filters
   for (; !at.Done(); ++at.item) {
     const TilePlace tile(params, at.item, kBandChannels);
     const int32_t out_rows = min(params.axis[1].tile, params.axis[1].out - tile.row);

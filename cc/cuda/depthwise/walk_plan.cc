@@ -14,14 +14,14 @@ namespace {
 constexpr int64_t kWidth = 2;  // bytes of an element
 constexpr int64_t kMostItems = int64_t{1} << 30;
 
-// Cycles of a thread's item beside its steps, and of a step; turns that the last CTAs take beside
-// the even share.
+// A thread's cycles for an item apart from its steps, and for a step; additional turns of the last
+// CTAs over an even share.
 constexpr double kItemCycles = 1000, kStepCycles = 700, kLastTurn = 0.5;
-// Cycles in which a scheduler issues a multiply-add of a warp with its share of all else.
+// Scheduler cycles for a warp's multiply-add, including its share of all other instructions.
 constexpr double kTapCycles = 3.5;
-// Shares of the DRAM's rate of fprop, which reads most, and of dgrad, which writes most; how the
-// copies and the instructions overlap, the exponent of a sum of powers; microseconds of a launch
-// beside another's.
+// Shares of the DRAM rate for fprop, which mostly reads, and dgrad, which mostly writes; the
+// exponent of the power sum that joins copies and instructions; additional launch time in
+// microseconds.
 constexpr double kReadShare = 0.96, kWriteShare = 0.82, kJoin = 4, kStart = 1.5;
 
 Status Check(const KernelDesc& kernel, const WalkInstance& instance, const ConvProblem& problem,
@@ -64,7 +64,7 @@ Status PlanWalk(const KernelDesc& kernel, const ConvProblem& problem, const Gpu&
   params.images_divmod = FastDivmod(problem.n);
 
   const Axis &rows = params.axis[1], &columns = params.axis[2];
-  // Rows of a step, and as WalkKernel's constants of these names.
+  // Rows of a step; named as WalkKernel's constants.
   const int64_t stride = problem.op == Op::kDgrad ? 1 : instance.stride;
   const int64_t window_rows = ((spread - 1) * stride + instance.filter_rows - 1) / spread + 1;
   const int64_t window_columns =
@@ -82,8 +82,8 @@ Status PlanWalk(const KernelDesc& kernel, const ConvProblem& problem, const Gpu&
                            static_cast<double>(problem.x_elements() + problem.y_elements()) +
                        static_cast<double>(EpilogueBytes(problem));
   const double copy = bytes / (gpu.dram_bytes_per_us * (spread == 1 ? kReadShare : kWriteShare));
-  // Multiply-adds of a thread's step: every output has all taps, but of dgrad's only those of its
-  // parity. Then microseconds of the instructions of so many steps of threads.
+  // Multiply-adds of a thread's step: an output has all taps, in dgrad only those of its parity.
+  // `instructions`: microseconds for this many steps of all threads.
   const double taps = static_cast<double>(instance.filter_rows * instance.filter_columns *
                                           instance.strip * instance.vec) /
                       static_cast<double>(spread);
@@ -91,8 +91,7 @@ Status PlanWalk(const KernelDesc& kernel, const ConvProblem& problem, const Gpu&
     return static_cast<double>(thread_steps) * taps * kTapCycles /
            (32 * 4 * static_cast<double>(gpu.sm_count) * gpu.cycles_per_us());
   };
-  // A part's steps before its first outputs have all multiply-adds, but of the bytes only what they
-  // read.
+  // A part's steps before its first outputs do all multiply-adds, but only read bytes.
   const double read =
       static_cast<double>(stride * stride) / static_cast<double>(stride * stride + spread * spread);
   const int64_t columns_of_outputs = problem.batch * problem.n * strips * chunks;

@@ -11,16 +11,16 @@
 
 namespace jaxconv::depthwise {
 
-// A line of kernels.def, of walk_sm90.cuh: the filter and its stride; of a thread, channels,
-// columns of outputs and stages; threads of a CTA and CTAs of an SM.
+// A line of kernels.def for walk_sm90.cuh: the filter and its stride; a thread's channels, columns
+// of outputs and stages; threads of a CTA and CTAs of an SM.
 struct WalkInstance {
   int64_t filter_rows, filter_columns, stride, vec, strip, stages, threads, ctas_per_sm;
 };
 
-// The parameter block of walk_sm90.cuh: a thread for each item.
+// The parameter block of walk_sm90.cuh, which has a thread for each item.
 struct WalkParams : HaloParams {
   int32_t tap_stride = 1, channel_stride = 1;  // of the filter, in elements
-  // Channels of a pixel in chunks of a thread, strips of a row, parts of a map's rows.
+  // Chunks of a pixel's channels (one a thread), strips of a row, parts of a map's rows.
   FastDivmod chunks, strips, parts;
   int32_t steps = 1;  // of a part
 };

@@ -1,23 +1,25 @@
-// depthwise, fprop and dgrad at stride 2: threads that walk down columns of outputs (sm_90a).
+// depthwise, fprop and dgrad at stride 2: each thread processes a column of outputs from top to
+// bottom (sm_90a).
 //
 //     out[n, o, k] = sum over taps of gathered[n, o stride + tap - pad, k] filter[tap, k]
 //
-// A thread has kVec neighbouring channels, 16 bytes where kVec is 8, and kStrip outputs side by
-// side. It holds the taps of its channels and walks down: a step reads the rows of the gathered
-// tensor that it has not read yet, adds them to the sums of this step's outputs and of the later
-// ones that they meet, and stores the former. So each row is converted once. A step of fprop is two
-// rows of x and a row of outputs; of dgrad it is a row of dy and a block of 2 x kStrip pixels of
-// dx, whose parities have their own taps: of 3x3, 1, 2, 2 and 4.
+// A thread has kVec neighbouring channels (16 bytes if kVec is 8) and kStrip outputs side by side,
+// and holds the taps of its channels. Each step reads the next rows of the gathered tensor, adds
+// them to the sums of this step's outputs and of later outputs, and stores this step's. So each row
+// is converted once. A step of fprop is two rows of x and one row of outputs. A step of dgrad is
+// one row of dy and a block of 2 x kStrip pixels of dx; each of the four parities has its own taps
+// (3x3: 1, 2, 2 and 4).
 //
-// Threads are numbered by the chunks of kVec channels of a pixel first, then along the row: a warp
-// reads and stores runs of whole pixels, whatever their number of channels, and neighbours in a CTA
-// share the columns that their windows share. Parts of a map's rows are threads of their own.
+// Thread numbers run over the chunks of kVec channels of a pixel first, then along the row. A warp
+// therefore reads and stores runs of whole pixels for any number of channels, and neighbours in a
+// CTA share the columns in which their windows overlap. A map's rows are divided into parts with
+// separate threads.
 //
 //     shared memory: stage 0 | 1 | ... | kStages - 1    a stage: [row][column][thread], 2 kVec bytes
 //
-// A thread copies what it reads itself (cp.async through L1, in which neighbours find the columns
-// that their windows share; zeros outside of the tensor), kStages - 1 steps ahead, so that no
-// barrier stands between threads and what is under way takes no registers.
+// A thread copies its own data (cp.async through L1, which serves the columns that neighbours
+// share; zeros outside the tensor), kStages - 1 steps ahead. So threads need no barrier, and loads
+// in flight take no registers.
 //
 // Refused, with a reason (walk_plan.cc): other filters, strides and dilations, channels that are
 // not a multiple of 8, K other than C, a depth.
@@ -53,7 +55,7 @@ __device__ __forceinline__ void UnpackWords(const Neighbours<T, kVec>& raw, floa
   }
 }
 
-// Where an item's outputs and its window lie.
+// The position of an item's outputs and of its window.
 template <class Tag>
 struct WalkPlace {
   int32_t image, channel;
@@ -88,7 +90,7 @@ __global__ void __launch_bounds__(Tag::kCtaThreads, Tag::kCtasPerSm)
   constexpr int kStrip = Tag::kStrip, kRows = Tag::kRows, kTurns = Tag::kTurns;
   constexpr int kReadRows = Tag::kReadRows, kColumns = Tag::kColumns, kStages = Tag::kStages;
   constexpr int kChunk = kVec * int{sizeof(T)};
-  // From a thread's chunk to that of the next column, and from a stage to the next.
+  // Bytes from a thread's chunk to that of the next column, and from one stage to the next.
   constexpr int kColumnBytes = Tag::kCtaThreads * kChunk;
   constexpr int kStageBytes = kReadRows * kColumns * kColumnBytes;
   extern __shared__ __align__(1024) unsigned char dynamic[];
@@ -99,8 +101,8 @@ __global__ void __launch_bounds__(Tag::kCtaThreads, Tag::kCtasPerSm)
   const uint32_t shared = SharedAddress(mine);
   const int64_t pitch = int64_t{params.channels} * int64_t{sizeof(T)};
 
-  // Step t's rows begin at row t kReadRows of `row`; of the first kTurns - 1 steps, which complete
-  // no outputs, those before the window are left out.
+  // Step t reads from row `row` + t kReadRows on. The first kTurns - 1 steps complete no outputs;
+  // those before the window are skipped.
   int32_t row = place.row + Tag::kWindowRows - Tag::kTurns * kReadRows;
   const int32_t from_row = max(place.row, 0);
   const unsigned char* from =
@@ -158,7 +160,7 @@ __global__ void __launch_bounds__(Tag::kCtaThreads, Tag::kCtasPerSm)
   }
 
   const Epilogue epilogue(params.epilogue);
-  // Of the results before the first step that completes some; in elements.
+  // The element offset of the results, before the first step that completes some.
   int64_t to =
       ((int64_t{place.image} * rows.out + place.out_row) * columns.out + place.out_column) *
           params.channels +
@@ -169,12 +171,13 @@ __global__ void __launch_bounds__(Tag::kCtaThreads, Tag::kCtasPerSm)
     stored[q] = place.exists && Inside(place.out_column + q, columns.out);
   }
 
-  // sums[d]: of the outputs of the step that is d later.
+  // sums[d]: the sums of the outputs of d steps later.
   float sums[kTurns][kRows][kStrip][kVec] = {};
   int32_t slot = 0, free = kStages - 1;
 #pragma unroll 1
   for (int32_t t = first; t < place.steps; ++t) {
-    // What a stage held is in registers, or behind the reads that the fence keeps in front.
+    // The stage's data is in registers; the compiler fence keeps reads before the copies that
+    // overwrite it.
     asm volatile("" ::: "memory");
     if (t + kStages - 1 < place.steps) copy(free);
     free = free + 1 == kStages ? 0 : free + 1;
@@ -190,7 +193,7 @@ __global__ void __launch_bounds__(Tag::kCtaThreads, Tag::kCtasPerSm)
         UnpackWords(
             Raw::Load(reinterpret_cast<const T*>(stage + (n * kColumns + c) * kColumnBytes)),
             pixel);
-        // Window row and column that a tap meets: output * kStride + tap, divided by kSpread.
+        // The window row and column that a tap reads: (output * kStride + tap) / kSpread.
         const int i = (Tag::kWindowRows - kReadRows + n) * Tag::kSpread, j = c * Tag::kSpread;
 #pragma unroll
         for (int d = 0; d < kTurns; ++d) {
@@ -247,20 +250,20 @@ __global__ void __launch_bounds__(Tag::kCtaThreads, Tag::kCtasPerSm)
 }
 
 // kFilterRows_ x kFilterColumns_ taps of a convolution of stride kConvStride; kVec_ channels and
-// kStrip_ columns of outputs of a thread.
+// kStrip_ columns of outputs for each thread.
 template <Op kOp, DType kType, int kFilterRows_, int kFilterColumns_, int kConvStride, int kVec_,
           int kStrip_, int kStages_, int kCtaThreads_, int kCtasPerSm_>
 struct Walk {
   using T = typename ElementOf<kType>::Type;
   using Epilogue = PlainEpilogue;
   static constexpr int kFilterRows = kFilterRows_, kFilterColumns = kFilterColumns_;
-  // From an output to the next in the dilated gathered tensor, and its dilation.
+  // The distance of neighbouring outputs in the dilated gathered tensor, and its dilation.
   static constexpr int kStride = kOp == Op::kDgrad ? 1 : kConvStride;
   static constexpr int kSpread = kOp == Op::kDgrad ? kConvStride : 1;
   static constexpr int kVec = kVec_, kStrip = kStrip_, kStages = kStages_;
   static constexpr int kCtaThreads = kCtaThreads_, kCtasPerSm = kCtasPerSm_;
-  // Of a step: rows of outputs, rows that it reads, the window of its outputs; and how many steps a
-  // row's sums belong to.
+  // For a step: its rows of outputs, the rows that it reads, the window of its outputs, and the
+  // number of steps to which a row contributes.
   static constexpr int kRows = kSpread, kReadRows = kStride;
   static constexpr int kWindowRows = ((kRows - 1) * kStride + kFilterRows - 1) / kSpread + 1;
   static constexpr int kColumns = ((kStrip - 1) * kStride + kFilterColumns - 1) / kSpread + 1;

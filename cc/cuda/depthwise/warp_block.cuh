@@ -1,4 +1,4 @@
-// Which block of a tile a warp of direct.cuh and wgrad.cuh, or a half of one, has.
+// The block of a tile that a warp, or half a warp, of direct.cuh or wgrad.cuh computes.
 #ifndef JAXCONV_CUDA_DEPTHWISE_WARP_BLOCK_CUH_
 #define JAXCONV_CUDA_DEPTHWISE_WARP_BLOCK_CUH_
 

@@ -2,21 +2,21 @@
 //
 //     dw[tap, k] = sum over n, o of x[n, o stride + tap dilation - pad, k / m] dy[n, o, k]
 //
-// A lane owns kVec neighbouring channels and keeps the sums of all taps in registers, in float32.
-// Tile: kWarps blocks of kRows x kStrip outputs of 32 kVec channels, a warp each. The warp holds
-// its block of dy in registers, reads each row of the block's window of x once, and adds it to
-// every tap that it meets: of a 3x3 filter and a block of 4 x 7, 54 loads of x and 28 of dy for 252
+// A lane has kVec neighbouring channels and keeps the float32 sums of all taps in registers. Tile:
+// kWarps blocks of kRows x kStrip outputs of 32 kVec channels, one warp each. The warp holds its
+// block of dy in registers, reads each row of the block's window of x once, and adds it to all taps
+// that use it: for a 3x3 filter and a block of 4 x 7, 54 loads of x and 28 of dy for 252
 // multiply-adds a channel.
 //
 //     stage 0: x box | dy tile | stage 1: x box | dy tile
 //
-// A CTA has one channel tile and walks tiles slice, slice + slices, ...; the next tile is copied
-// (cp.async) while this one is computed, with two barriers a tile. At the end the warps' sums are
-// added in order through the stages' memory, and the slices' by common/splitk_reduce.cuh: the same
-// bits in every run.
+// A CTA has one channel tile and processes tiles slice, slice + slices, ...; the next tile is
+// copied (cp.async) while this one is computed, with two barriers a tile. At the end the warps'
+// sums are added in order through the stages' memory, and common/splitk_reduce.cuh adds the slices,
+// with the same bits in every run.
 //
 // kFilterRows = 0 is the general form: any filter, stride and dilation, kPartTaps taps of a filter
-// row at a time, each part by CTAs of its own. So are the taps along the depth of rank 3.
+// row at a time, with separate CTAs for each part and for each tap along the depth of rank 3.
 //
 // Refused, with a reason (plan.cc): groups of more than one input channel, boxes beyond the shared
 // memory.
@@ -50,7 +50,7 @@ __device__ __forceinline__ void LoadGradient(
   }
 }
 
-// Adds the block's share to the sums of a filter that is known.
+// Adds the block to the sums of a filter known at compile time.
 template <typename T, class Tag>
 __device__ __forceinline__ void AddToTaps(
     int32_t box_columns, const unsigned char* box,
@@ -85,8 +85,8 @@ __device__ __forceinline__ void AddToTaps(
   }
 }
 
-// Stores the CTA's sums of kR x kS taps from tap `before` on: those of the warps, in their order,
-// through `shared` as [warp][tap][channel]. Of taps of a row those before `taps` exist.
+// Stores the CTA's sums of kR x kS taps from tap `before` on. It adds the warps' sums in order,
+// through `shared` as [warp][tap][channel]. Only taps of a row before `taps` exist.
 template <int kR, int kS, int kVec>
 __device__ __forceinline__ void StoreTaps(const Params& params, const Share& share,
                                           const float (&sums)[kR][kS][kVec], float* shared,
@@ -127,7 +127,7 @@ __global__ void __launch_bounds__(kThreads, Tag::kCtasPerSm)
   const Share share(params, params.tap_parts, kChannels);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const WarpBlock block(params, warp, Tag::kRows, Tag::kStrip);
-  // The part's first tap: along the depth, of the filter rows, of a row.
+  // The part's first tap: along the depth, its filter row, within the row.
   Step step;
   int32_t first_tap = 0;
   step.depth_tap = share.part;
@@ -175,7 +175,7 @@ __global__ void __launch_bounds__(kThreads, Tag::kCtasPerSm)
     float gradient[Tag::kRows][Tag::kStrip][kVec];
     LoadGradient<T, Tag>(columns.tile, box + walked_at, gradient);
     if constexpr (kGeneral) {
-      // Taps past the filter's last read pixels of the box or behind it; their sums are not stored.
+      // Taps past the filter's last read pixels in or past the box; their sums are not stored.
 #pragma unroll
       for (int p = 0; p < Tag::kRows; ++p) {
 #pragma unroll
@@ -197,7 +197,7 @@ __global__ void __launch_bounds__(kThreads, Tag::kCtasPerSm)
     } else {
       AddToTaps<T, Tag>(columns.box, box + box_at, gradient, sums);
     }
-    // The next pass fills this stage.
+    // The next pass overwrites this stage.
     __syncthreads();
   }
 
@@ -207,7 +207,7 @@ __global__ void __launch_bounds__(kThreads, Tag::kCtasPerSm)
             kGeneral ? columns.taps - first_tap : kR * kS);
 }
 
-// kFilterRows x kFilterColumns taps at stride kStride; kFilterRows 0: any, kFilterColumns at a
+// kFilterRows x kFilterColumns taps at stride kStride; kFilterRows 0: any, kFilterColumns taps at a
 // time.
 template <Op kOp, DType kType, int kFilterRows_, int kFilterColumns_, int kStride_, int kVec_,
           int kRows_, int kStrip_, int kCtasPerSm_>

@@ -1,10 +1,10 @@
-// depthwise, wgrad: wgrad.cuh's sums of boxes that TMA copies (sm_90a).
+// depthwise, wgrad: wgrad.cuh with boxes copied by TMA (sm_90a).
 //
 //     stage: boxes of x of a tile's images | tiles of dy of them | stage | ... | barriers
 //
-// Two copies a tile; what lies outside of x and dy arrives as zeros, which add nothing. Full(s) and
-// Empty(s) as in direct_tma_sm90.cuh: no barrier of the CTA stands between tiles. The sums of the
-// warps are added in order through the stages' memory, as in wgrad.cuh.
+// There are two copies a tile. TMA fills in zeros outside x and dy, which add nothing. Full(s) and
+// Empty(s) as in direct_tma_sm90.cuh, so tiles need no CTA barrier. The warps' sums are added in
+// order through the stages' memory, as in wgrad.cuh.
 //
 // Refused, with a reason (plan.cc): what direct_tma_sm90.cuh refuses.
 #ifndef JAXCONV_CUDA_DEPTHWISE_WGRAD_TMA_SM90_CUH_
@@ -55,7 +55,7 @@ __global__ void __launch_bounds__(kThreads, Tag::kCtasPerSm)
                             (block.row * columns.tile + block.column) * kBytes + lane_at;
   const uint32_t copied = params.tile_images * (box_bytes + walked_bytes);
 
-  // Of one thread.
+  // Called by one thread.
   auto copy = [&](int32_t item, int32_t stage) {
     TilePlace tile(params, item, kChannels);
     tile.first_channel = share.first_channel;

@@ -2,23 +2,23 @@
 //
 //     y[p, k] = requantise(sum over taps of x[p stride + tap dilation - pad, k] w[k, tap])
 //
-// There is no reduction over channels, for which tensor cores and dp4a are made: 8 bits are widened
-// and multiplied one by one, and the layer is bound by memory all the same (3x3: 9 products an
-// output).
+// There is no reduction over channels, so neither tensor cores nor dp4a apply: operands are widened
+// and multiplied one by one. The layer is still bound by memory (3x3: 9 products an output).
 //
-// A lane owns 8 neighbouring channels and a strip of kStrip outputs of a row, so that it ends with
-// what common/requantize.cuh stores as 8 bytes. A warp is 4 strips of 64 channels, a tile 32
-// strips, strips_across of them side by side:
+// A lane has 8 neighbouring channels and a strip of kStrip outputs of a row; common/requantize.cuh
+// stores its results as 8 bytes. A warp has 4 strips of 64 channels, a tile 32 strips,
+// strips_across of them side by side:
 //
 //     box 0 | box 1 | taps      box: box rows x box columns x 64 bytes; taps: [row][column][64 channels]
 //
-// A CTA processes neighbouring items. The next item's box is copied (cp.async) while this one is
-// computed, with two barriers an item. Three taps of a filter row are held in registers, and each
-// pixel of their window is loaded and widened once; kStride 0, any stride and dilation, loads a
-// pixel for each tap. The sums move past one copy of the epilogue's code: more would spill.
+// A CTA processes consecutive items. The next item's box is copied (cp.async) while this one is
+// computed, with two barriers an item. Registers hold three taps of a filter row, and each pixel of
+// their window is loaded and widened once; kStride 0 (any stride and dilation) loads a pixel for
+// each tap. The epilogue's code exists once, and a loop moves the sums through it: more copies
+// would spill.
 //
-// Bytes, of 3x3, 16 x 14 outputs: 2 x 18 x 16 x 64 = 37 KB, taps 576 B. Registers: 56 sums, 24
-// taps, 8 of a pixel; 128, two CTAs an SM.
+// Shared memory for 3x3, 16 x 14 outputs: 2 x 18 x 16 x 64 = 37 KB, taps 576 B. Registers: 56 sums,
+// 24 taps, 8 for a pixel; 128 in all, two CTAs an SM.
 //
 // Refused, with a reason (plan.cc): K != C, channels that are not multiples of 16, nchw32, dilated
 // inputs, boxes beyond the shared memory.
@@ -42,7 +42,7 @@ struct BytePixel {
   __device__ static int32_t Offset(int32_t i, int chunk) { return i * kBytes + chunk * 16; }
 };
 
-// kStride: along the columns, which then have no dilation; 0: any, with any dilation.
+// kStride: the stride along the columns, without dilation; 0: any stride and dilation.
 template <Op kOp, DType kType, int kStride_, int kCtasPerSm_>
 struct Direct {
   using T = std::conditional_t<kType == DType::kU8, uint8_t, int8_t>;
@@ -65,7 +65,7 @@ __device__ __forceinline__ void Widen(const unsigned char* from, int32_t (&value
 
 __device__ __forceinline__ void MultiplyAdd(const int32_t (&x)[8], const int32_t (&w)[8],
                                             int32_t (&sum)[8]) {
-  // Sums wrap.
+  // The sums wrap around.
 #pragma unroll
   for (int e = 0; e < 8; ++e) {
     sum[e] =
@@ -73,7 +73,7 @@ __device__ __forceinline__ void MultiplyAdd(const int32_t (&x)[8], const int32_t
   }
 }
 
-// Adds the taps of one filter row. pixels: the lane's first, of the row's box row.
+// Adds the taps of one filter row. pixels: the lane's first pixel in the corresponding box row.
 template <class Tag>
 __device__ __forceinline__ void AddFilterRow(const Params& params, const unsigned char* pixels,
                                              const unsigned char* taps,
@@ -94,7 +94,7 @@ __device__ __forceinline__ void AddFilterRow(const Params& params, const unsigne
       }
     }
   } else {
-    // The last taps may be zeros, which multiply whatever lies behind the row.
+    // The last taps may be zeros, which multiply the bytes after the row.
 #pragma unroll 1
     for (int32_t first = 0; first < columns.taps; first += kTaps) {
       int32_t w[kTaps][8];
@@ -116,7 +116,7 @@ __device__ __forceinline__ void AddFilterRow(const Params& params, const unsigne
   }
 }
 
-// The packed filter's rows of a tile and a depth tap -> [row][column, filled up with
+// Copies the packed filter's rows of a tile and a depth tap to [row][column, padded with
 // zeros][channel].
 __device__ __forceinline__ void FillTaps(const Params& params, int32_t first_channel,
                                          int32_t depth_tap, unsigned char* taps) {
@@ -131,7 +131,7 @@ __device__ __forceinline__ void FillTaps(const Params& params, int32_t first_cha
   }
 }
 
-// Stores kOutputs outputs, those of a strip from q on, of which `count` exist.
+// Stores kOutputs outputs of a strip from q on; the first `count` exist.
 template <RequantizePath kPath, int kOutputs, typename Sums>
 __device__ __forceinline__ void StoreOutputs(const RequantizeParams& params, int32_t first,
                                              int32_t q, int32_t count, int32_t channel, bool inside,
@@ -155,7 +155,7 @@ __device__ __forceinline__ void StoreStrip(const RequantizeParams& params, int32
   ForRequantizePath(params, [&](auto path) {
     constexpr RequantizePath kPath = decltype(path)::value;
     constexpr int kOutputs = kPath == RequantizePath::kGeneral ? 1 : kAtOnce;  // more would spill
-    // One copy of the code: the sums move past it.
+    // One copy of the code: the sums move through it.
 #pragma unroll 1
     for (int32_t q = 0; q < kStrip; q += kOutputs) {
       StoreOutputs<kPath, kOutputs>(params, first, q, count, channel, inside,
@@ -221,7 +221,7 @@ __global__ void __launch_bounds__(kThreads, Tag::kCtasPerSm)
           params.requantize, line + column, row < rows.out ? columns.out - column : 0,
           tile.first_channel + lane_channel, params.channels, sums);
     }
-    // The next pass fills this stage and may fill the taps.
+    // The next pass overwrites this stage and may overwrite the taps.
     __syncthreads();
     at = next;
   }

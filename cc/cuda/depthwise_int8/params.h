@@ -10,13 +10,13 @@
 namespace jaxconv::depthwise_int8 {
 
 inline constexpr int kThreads = kHaloThreads;
-// Of a tile, eight a lane.
+// Channels of a tile, eight a lane.
 inline constexpr int kChannels = 64;
 // Neighbouring outputs of a lane. Odd, so that the lanes of two strips read different banks.
 inline constexpr int kStrip = 7;
 inline constexpr int kStrips = kThreads / (kChannels / 8);  // of a tile
 
-// Taps of a filter row that a lane holds; rows in shared memory are filled up with zeros.
+// Taps of a filter row that a lane holds; rows in shared memory are padded with zeros.
 inline constexpr int kTapsAtATime = 3;
 
 struct Params : HaloParams {

@@ -17,12 +17,13 @@ struct Instance {
   bool any() const { return stride == 0; }
 };
 
-// Shares of the DRAM's rate and of issue slots. MobileNetV2's layers on an H200 take 0.97 to 1.04
-// times the prediction at stride 1, 1.2 to 1.42 times at stride 2.
+// Shares of the DRAM rate and of issue slots. MobileNetV2's layers on an H200 take 0.97 to 1.04
+// times the predicted time at stride 1, and 1.2 to 1.42 times at stride 2.
 constexpr double kDramShare = 0.75, kIssueShare = 0.65;
-// Of a warp: for 16 bytes of a box, for an item, and to requantise 8 channels of an output.
+// A warp's instructions for 16 bytes of a box, for an item, and to requantise 8 channels of an
+// output.
 constexpr double kCopyInstructions = 22, kItemInstructions = 250, kRequantizeInstructions = 70;
-// A multiply-add of integers takes two issue slots' time.
+// An integer multiply-add takes two issue slots.
 constexpr double kProductSlots = 2;
 
 Status Check(const KernelDesc& kernel, const Instance& instance, const ConvProblem& problem) {
@@ -50,7 +51,7 @@ int64_t StageBytes(const Params& params) {
   return int64_t{params.axis[1].box} * params.axis[2].box * kChannels;
 }
 
-// Instructions of a warp for an item and one depth tap.
+// A warp's instructions for an item and one depth tap.
 double Instructions(const Instance& instance, const Params& params) {
   const Axis &rows = params.axis[1], &columns = params.axis[2];
   const double copies = static_cast<double>(StageBytes(params)) / (16 * kThreads);

@@ -1,4 +1,4 @@
-// The rows of a tile of fprop or dgrad: where each pixel's window lies in the gathered tensor.
+// The rows of an fprop or dgrad tile: the position of each pixel's window in the gathered tensor.
 #ifndef JAXCONV_CUDA_IGEMM_SIMT_GATHER_TILE_CUH_
 #define JAXCONV_CUDA_IGEMM_SIMT_GATHER_TILE_CUH_
 
@@ -9,8 +9,8 @@
 
 namespace jaxconv::igemm_simt {
 
-// The tile of one CTA of fprop or dgrad. It is kept in shared memory because it is needed only when
-// the tap changes and because registers are scarce.
+// The tile of an fprop or dgrad CTA. It lies in shared memory, because registers are scarce and it
+// is needed only when the tap changes.
 template <class Tile>
 struct GatherTile {
   int4 row[Tile::kTileM];         // src coordinates at t = 0, and the first pixel of the image
@@ -23,7 +23,7 @@ struct GatherTile {
   const void* b;
 };
 
-// Fills `tile`; all threads call it. False: the tile has no row.
+// Fills `tile`; all threads call it. Returns false if the tile has no row.
 template <class Tile, typename T>
 __device__ __forceinline__ bool InitGatherTile(const Params& params, int m_tile, int n_first,
                                                int phase_index, const T* a, const T* b, int64_t out,

@@ -14,7 +14,7 @@ namespace jaxconv::igemm_simt {
 // registers and still gives 512 FMAs between barriers.
 inline constexpr int kTileK = 8;
 
-// What the kernel gets. A launch sets the pointers.
+// The kernel's parameters. A launch sets the pointers.
 struct Params {
   ImplicitGemm gemm;
   const void* a = nullptr;
@@ -26,15 +26,15 @@ struct Params {
   //     fprop, dgrad   batch * groups, stride residue classes (the ones with most taps first)
   //     wgrad          split-K slices, batch * groups
   FastDivmod n_tiles, m_tiles, batch_groups, slices;
-  uint32_t b_step_bytes = 0;  // fprop, dgrad: of B from one stage to the next inside a tap
-  // wgrad: kTileK-pixel k-blocks of one slice, and the elements of one slice's partial result
-  // (0: the output itself is written).
+  uint32_t b_step_bytes = 0;  // fprop, dgrad: bytes of B from one stage to the next within a tap
+  // wgrad: k-blocks of kTileK pixels in a slice, and the elements of a slice's partial result (0:
+  // the slice writes the output).
   int32_t blocks_per_slice = 0;
   int64_t slice_elements = 0;
   EpilogueParams epilogue;
 };
 
-// What a launch needs beside the kernel's parameters. The parameter block of a plan.
+// The parameter block of a plan: the kernel's parameters and the launch configuration.
 struct LaunchParams {
   Params kernel;
   int64_t ctas = 0;

@@ -24,12 +24,12 @@ struct Instance {
 // Partial results of split-K take at most this much workspace.
 constexpr int64_t kMaxWorkspaceBytes = 64'000'000;
 constexpr int64_t kMaxSlices = 1024;
-// A slice shorter than this spends more time on its prologue and epilogue than on its sum.
+// A shorter slice spends more time on its prologue and epilogue than on its sum.
 constexpr int64_t kMinBlocksPerSlice = 16;
 constexpr int64_t kMaxCtas = (int64_t{1} << 31) - 1;
 
-// Fitted on an H200 (docs/notes/igemm_simt.md).
-// Scalar fprop of a few channels gathers whole lines: a filter row's taps lie beside each other.
+// Fitted on an H200 (docs/notes/igemm_simt.md). Scalar fprop with few channels gathers whole lines,
+// because a filter row's taps are contiguous.
 constexpr int64_t kFewChannels = 4;
 constexpr double kFewChannelsShare = 1.7;
 // A kernel's start beyond gpu.launch_us.
@@ -62,7 +62,7 @@ Status Check(const KernelDesc& kernel, const Instance& instance, const ConvProbl
   return {};
 }
 
-// k-blocks of one CTA of fprop or dgrad, averaged over stride residue classes and not below 1.
+// k-blocks of an fprop or dgrad CTA, averaged over stride residue classes, at least 1.
 int64_t GatherBlocks(const Instance& instance, const ConvProblem& problem,
                      const ImplicitGemm& gemm) {
   double taps = static_cast<double>(problem.taps());
@@ -72,10 +72,10 @@ int64_t GatherBlocks(const Instance& instance, const ConvProblem& problem,
   return std::max<int64_t>(1, std::llround(blocks));
 }
 
-// The FMA rate of an SM that holds only `ctas` CTAs, against a full one. An SM has four schedulers
-// and the slowest limits the throughput: it has ceil(warps / 4) of the warps. Measured on last
-// waves of one and two CTAs: one warp alone hides none of its own latencies (0.5), two 8x8 warps
-// nearly all (0.88), two 8x16 warps all.
+// The FMA rate of an SM with only `ctas` CTAs, relative to a full SM. The busiest of the four
+// schedulers, with ceil(warps / 4) warps, limits the throughput. Measured on last waves of one and
+// two CTAs: one warp alone hides none of its own latencies (0.5), two 8x8 warps nearly all (0.88),
+// two 8x16 warps all.
 double RateOfCtas(const Instance& instance, int64_t ctas) {
   if (ctas >= instance.ctas_per_sm) return 1;
   const int64_t warps = ctas * instance.warps();
@@ -84,8 +84,8 @@ double RateOfCtas(const Instance& instance, int64_t ctas) {
   return rate * warps / (4 * deepest);
 }
 
-// `ctas` CTAs of `blocks` k-blocks each. The SMs take CTAs as they finish, so the busiest one runs
-// ceil(ctas / SMs) of them, as many at a time as fit.
+// `ctas` CTAs of `blocks` k-blocks each. The busiest SM runs ceil(ctas / SMs) of them, as many at a
+// time as fit.
 double Microseconds(const Instance& instance, const ConvProblem& problem, const Gpu& gpu,
                     int64_t ctas, int64_t blocks, int64_t slices) {
   double share = problem.op == Op::kWgrad ? instance.wgrad_share : instance.gather_share;
@@ -107,7 +107,7 @@ double Microseconds(const Instance& instance, const ConvProblem& problem, const 
   const double start = gpu.launch_us + kStartUs;
   double microseconds = std::max(start + cycles / gpu.cycles_per_us(), bytes / bytes_per_us);
   if (slices > 1) {
-    // Written once, and read once by a kernel of its own.
+    // The partial sums are written once, and read once by a second kernel.
     microseconds += start + 2.0 * WorkspaceBytes(problem, slices) / bytes_per_us;
   }
   return microseconds;
@@ -152,7 +152,7 @@ Status MakePlan(const KernelDesc& kernel, const ConvProblem& problem, const Gpu&
         std::min({blocks / kMinBlocksPerSlice, kMaxWorkspaceBytes / WorkspaceBytes(problem, 2) * 2,
                   kMaxSlices, kMaxCtas / tiles});
     for (int64_t count = 2; count <= most; ++count) {
-      // Only slices that are all of the same length but the last, and none empty.
+      // All slices but the last must have the same length, and none may be empty.
       if (CeilDiv(blocks, CeilDiv(blocks, count)) != count) continue;
       const double microseconds = predict(count);
       if (microseconds < plan->microseconds) {

@@ -1,6 +1,6 @@
 // The FP32 FMA tile: its geometry, its shared memory, and the mainloop that multiplies it.
 //
-// Every thread owns 8x8 outputs as four 4x4 quadrants (8x16 as eight in a wide tile); a warp owns
+// A thread has 8x8 outputs as four 4x4 quadrants (in a wide tile 8x16 outputs as eight); a warp has
 // (8 lanes_m) x (8 lanes_n) outputs:
 //
 //        n ->  | quadrant 0 of all lanes | quadrant 1 of all lanes |
@@ -36,9 +36,9 @@ struct SimtTile {
   static constexpr int kWarpsN = kWarpsN_;
   static constexpr int kThreads = 32 * kWarpsM_ * kWarpsN_;
   static constexpr int kMinBlocks = kMinBlocks_;
-  // Rows of 4 more floats than the tile: a transposed store puts 16 rows of m under two values of k
-  // that differ by 4, and 4 * stride = 16 modulo 32 banks sends the two halves of the warp to
-  // disjoint banks.
+  // Rows have 4 more floats than the tile. A transposed store writes 16 rows of m for two values of
+  // k that differ by 4; 4 * stride = 16 modulo 32 banks, so the halves of the warp use disjoint
+  // banks.
   static constexpr int kStrideA = kTileM + 4;
   static constexpr int kStrideB = kTileN + 4;
   static_assert(kLanesM * kLanesN == 32);
@@ -82,10 +82,9 @@ __device__ __forceinline__ void ReadFragments(uint32_t a_address, uint32_t b_add
 template <int kThreadN>
 __device__ __forceinline__ void OuterProduct(const float (&a)[8], const float (&b)[kThreadN],
                                              float (&acc)[8][kThreadN]) {
-  // Serpentine order: at each turn an FMA reuses the operand that the last one left in the operand
-  // cache. The inner direction is the one with which the compiler's register allocation puts all
-  // three operands of fewer FMAs into one register bank (11 of 512 against 14, 26 of 1024 against
-  // 86).
+  // Serpentine order: at each turn an FMA reuses the operand that the previous FMA left in the
+  // operand cache. The inner direction is the one for which the compiler puts all three operands of
+  // fewer FMAs in one register bank (11 of 512 against 14, 26 of 1024 against 86).
   constexpr bool kRowsInside = kThreadN == 16;
   constexpr int kOuter = kRowsInside ? kThreadN : 8;
   constexpr int kInner = kRowsInside ? 8 : kThreadN;
@@ -104,10 +103,10 @@ __device__ __forceinline__ void OuterProduct(const float (&a)[8], const float (&
 //
 // Loader: Fetch() loads the next stage from global memory into registers, Commit() stores them to
 // shared memory, FlipStage(bytes) moves the address that Commit writes to. FirstRun() and NextRun()
-// return the number of Fetches until the loader has to branch (0: the reduction ends); their sum is
-// the number of stages and one more Fetch, whose values are not used. The hot loop is therefore one
-// block of straight code. A branch in it makes the compiler move more accumulators between
-// registers in every pass, and the FMAs there collide in the register banks.
+// return the number of Fetches until the loader must branch (0: the reduction ends); their sum is
+// the number of stages plus one, and the values of the last Fetch are not used. The hot loop is
+// therefore one basic block. With a branch in it, the compiler moves more accumulators between
+// registers in every pass, and FMAs conflict in the register banks.
 //
 // While a stage is multiplied, the next one is in the loader's registers, and the fragments of the
 // next k are read one k ahead. One barrier a stage orders reads and writes, because the two stages

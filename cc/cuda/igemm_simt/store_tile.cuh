@@ -10,9 +10,9 @@
 
 namespace jaxconv::igemm_simt {
 
-// Row r of the tile goes to out + dst_row(r) * row_stride; dst_row < 0 is no row. Columns from
-// n_first to n_end. kQuads: n_end and row_stride are multiples of 4 and `out` is aligned to four
-// elements.
+// Stores row r of the tile to out + dst_row(r) * row_stride; dst_row(r) < 0: the row does not
+// exist. Columns from n_first to n_end. kQuads: n_end and row_stride are multiples of 4 and `out`
+// is aligned to four elements.
 template <class Tile, bool kQuads, typename Out, typename DstRow>
 __device__ __forceinline__ void StoreTile(const float (&acc)[8][Tile::kThreadN], Out* out,
                                           DstRow dst_row, int64_t row_stride, int n_first,
@@ -40,8 +40,8 @@ __device__ __forceinline__ void StoreTile(const float (&acc)[8][Tile::kThreadN],
 }
 
 // The same with the fused epilogue; `base` is the offset of column 0 in row 0 of the output, whose
-// channel is channel_first. The loop over rows is not unrolled, so that there is one copy of it; a
-// uniform branch picks the accumulators.
+// channel is channel_first. The loop over rows is not unrolled, so that the code has one copy of
+// the epilogue; a uniform branch picks the accumulators.
 template <class Tile, bool kQuads, typename Out, typename DstRow>
 __device__ __forceinline__ void StoreFusedTile(const float (&acc)[8][Tile::kThreadN], Out* out,
                                                const FusedEpilogue& epilogue, DstRow dst_row,

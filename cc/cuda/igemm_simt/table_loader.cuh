@@ -2,7 +2,7 @@
 // by elements or quads.
 //
 // All threads decode the reduction indices of the next kTableStages stages into a table in shared
-// memory; an address is then the sum of a row's part and a table entry's part.
+// memory. An address is the sum of a row's part and a table entry's part.
 #ifndef JAXCONV_CUDA_IGEMM_SIMT_TABLE_LOADER_CUH_
 #define JAXCONV_CUDA_IGEMM_SIMT_TABLE_LOADER_CUH_
 
@@ -17,8 +17,8 @@
 
 namespace jaxconv::igemm_simt {
 
-// One reduction index: what it adds to a row's source coordinates and to the offset into A, and its
-// first column of B.
+// One reduction index: its addend to a row's source coordinates, its addend to the offset into A,
+// and its first column of B.
 struct alignas(16) ReduceEntry {
   int32_t src0, src1, src2;
   int32_t unused;
@@ -51,7 +51,7 @@ class TableLoader {
     Init(tile.n_first, stage);
   }
 
-  // wgrad: the rows from m_first on, the pixels from `first` to `end`.
+  // wgrad: rows from m_first on, pixels from `first` to `end`.
   __device__ __forceinline__ TableLoader(const Params& params, const T* a, const T* b, int m_first,
                                          int n_first, int32_t first, int32_t end,
                                          const SimtStage<Tile>& stage, ReduceTable& table)
@@ -77,14 +77,14 @@ class TableLoader {
     Init(n_first, stage);
   }
 
-  // The remaining stages and one more Fetch, at most a table at a time.
+  // The remaining stages plus one Fetch, at most one table at a time.
   __device__ __forceinline__ int FirstRun() {
     fetches_ = end_ > next_ ? (end_ - next_ + kTileK - 1) / kTileK + 1 : 0;
     return NextRun();
   }
   __device__ __forceinline__ int NextRun() {
     if (fetches_ == 0) return 0;
-    // No thread reads the old table any more: a barrier follows each Fetch.
+    // All threads have finished with the old table: a barrier follows each Fetch.
     for (int i = threadIdx.x; i < kTableStages * kTileK; i += Tile::kThreads) Decode(i);
     next_ += kTableStages * kTileK;
     entry_a_ = &table_[0][KOfA(0)];
@@ -125,7 +125,7 @@ class TableLoader {
     for (int i = 0; i < kPassesB; ++i) {
       const ReduceEntry& entry = entry_b_[i * (kTileK / kPassesB)];
       const T* source = static_cast<const T*>(entry.b) + b_column_;
-      // Columns of dgrad lie too far apart for one array of zeros.
+      // In dgrad the columns lie too far apart to read zeros from one array.
       if (kOp == Op::kDgrad && entry.b == nullptr) source = Zeros<T>();
       b_pack_[i].Load(source);
     }
@@ -179,8 +179,8 @@ class TableLoader {
     return threadIdx.x / kItemsOfB + pass * (kTileK / kPassesB);
   }
 
-  // Whether the offsets of rows and of reduction indices add. In a stride residue class of fprop
-  // and dgrad they do; wgrad with lhs_dilation is left to the scalar instances, so that the others
+  // Whether the offsets of rows and of reduction indices add. They add in a stride residue class of
+  // fprop and dgrad. Only the scalar instances compute wgrad with lhs_dilation, so that the others
   // carry no code for it.
   __device__ __forceinline__ bool Dense() const {
     return kOp != Op::kWgrad || kWidth != 1 || params_.gemm.Dense();
@@ -197,8 +197,8 @@ class TableLoader {
     if (kOp == Op::kDgrad) b_column_ *= params_.gemm.b_column;
   }
 
-  // Entry i of the table, for the reduction index next_ + i. Beyond the end A is outside of the
-  // source and B is zeros, so that the term is 0 * 0 whatever lies in memory.
+  // Entry i of the table, for the reduction index next_ + i. Past the end, A lies outside the
+  // source and B is zeros, so that the term is 0 * 0 for any memory content.
   __device__ __forceinline__ void Decode(int i) {
     const ImplicitGemm& gemm = params_.gemm;
     const int64_t index = int64_t{next_} + i;
@@ -243,13 +243,13 @@ class TableLoader {
   ReduceTable& table_;
   const T* b_;
   int32_t next_, end_;
-  int32_t fetches_;  // that follow the current run
+  int32_t fetches_;  // Fetches after the current run
   int32_t n_first_;
   const ReduceEntry* entry_a_;
   const ReduceEntry* entry_b_;
   TableRow row_[kRowsOfA];
-  // This thread's column, from the tile's first column on, in elements of B. Columns are neighbours
-  // except in dgrad, so that elsewhere 32 bits suffice and a register is saved.
+  // This thread's column, from the tile's first column on, in elements of B. Columns are contiguous
+  // except in dgrad, so 32 bits suffice elsewhere and save a register.
   using Column = std::conditional_t<kOp == Op::kDgrad, int64_t, uint32_t>;
   Column b_column_;
   Pack<T, kWidth> a_pack_[kPassesA][kRowsOfA];

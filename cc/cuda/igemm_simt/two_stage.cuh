@@ -5,7 +5,7 @@
 //     fprop  y[(n,p), k]   = sum over (r,c) of x[gather(n,p,r), c]  w[(r,c), k]
 //     dgrad  dx[(n,i), c]  = sum over (r,k) of dy[gather(n,i,r), k] w[(r,c), k]
 //     wgrad  dw[(r,c), k]  = sum over (n,p) of x[gather(n,p,r), c]  dy[(n,p), k]
-// No matrix is built: the gather happens in the address of each load.
+// No im2col matrix is built: each load's address does the gather.
 //
 // Tile: 128x128 outputs over 8 reduction indices, 256 threads, 8x8 outputs a thread
 // (simt_tile.cuh); 128x64, 128x32 and 64x64 with 128 or 64 threads for smaller problems. The "wide"
@@ -13,18 +13,17 @@
 // SMs hide its latencies. Shared memory: two stages of 8 x (tile_m + 4 + tile_n + 4) floats, 16,896
 // bytes at 128x128, plus 2.7 KB of row table (fprop, dgrad) and 4 KB of reduction table (scalar
 // instances, wgrad). Registers, 8x8: 64 accumulators, 32 fragments, 8 to 16 staged, at most 128
-// with 256 threads and 168 else; 8x16: 128, 48, 16 to 24, at most 255.
+// with 256 threads, otherwise 168; 8x16: 128, 48, 16 to 24, at most 255.
 //
-// Who waits for whom: a stage's global loads are issued before the FMAs of the previous stage and
-// stored to the other stage of shared memory after seven eighths of them; then one barrier tells
-// every thread that the new stage is full and the old one has been read.
+// Synchronisation: a stage's global loads are issued before the FMAs of the previous stage and
+// stored to the other stage of shared memory after seven eighths of them. After the following
+// barrier, the new stage is full and the old one has been read.
 //
 // Bound by issue slots: 88 to 92 % of the instructions are FMA, and the largest stall is register
 // bank conflicts (docs/notes/igemm_simt.md).
 //
-// wgrad splits the pixels into split-K slices, one CTA each. With several slices each writes its
-// partial sums to the workspace, and common/splitk_reduce.cuh adds them in order; one slice writes
-// the output itself.
+// wgrad splits the pixels into split-K slices, one CTA each. Several slices write partial sums to
+// the workspace, and common/splitk_reduce.cuh adds them in order; a single slice writes the output.
 //
 // Refuses: operand types other than f32, f16, bf16 or unequal; outputs other than the operand type
 // or f32; "vec" instances: channels that are not multiples of 4 and wgrad with lhs_dilation;
@@ -66,7 +65,7 @@ __global__ void __launch_bounds__(Tag::Tile::kThreads, Tag::Tile::kMinBlocks)
   params.m_tiles.Divmod(index, &index, &m_tile);
   const int n_first = n_tile * Tile::kTileN;
 
-  // `base`: offset of the tile's batch and group, and of its slice, in the output; `rows`: of the
+  // `base`: the offset of the tile's batch, group and slice in the output; `rows`: the rows of the
   // GEMM.
   auto store_as = [&](auto* out, int64_t base, int32_t group, int n_from, int32_t rows,
                       auto dst_row) {
@@ -130,7 +129,7 @@ __global__ void __launch_bounds__(Tag::Tile::kThreads, Tag::Tile::kMinBlocks)
       TableLoader<T, Tile, kOp, 1> loader(params, tile, stages[0], table);
       SimtMainloop<Tile>(loader, stages, acc);
     }
-    // What the mainloop does not need waits in shared memory and not in registers.
+    // Values that the mainloop does not need stay in shared memory instead of registers.
     store(tile.out, group, tile.n_first, ImplicitGemm::Rows(gemm.images, tile.phase),
           [&](int row) { return tile.dst_row[row]; });
   }

@@ -1,8 +1,8 @@
 // Global memory -> registers -> shared memory, for fprop and dgrad with channel counts that are
 // multiples of 4.
 //
-// The reduction runs tap by tap. Inside a tap a load is a pointer and an increment; whether a row's
-// pixel lies in the padding is decided when the tap changes, by pointing it at zeros.
+// The reduction runs tap by tap. Within a tap a load is a pointer and an increment. When the tap
+// changes, rows whose pixel lies in the padding get a pointer to zeros.
 #ifndef JAXCONV_CUDA_IGEMM_SIMT_VECTOR_GATHER_LOADER_CUH_
 #define JAXCONV_CUDA_IGEMM_SIMT_VECTOR_GATHER_LOADER_CUH_
 
@@ -16,8 +16,7 @@
 
 namespace jaxconv::igemm_simt {
 
-// kTransposeB: neighbours in memory of the filter run along the reduction (dgrad), not along
-// gemm_n.
+// kTransposeB: the filter is contiguous along the reduction (dgrad), not along gemm_n.
 template <typename T, class Tile, bool kTransposeB>
 class VectorGatherLoader {
  public:
@@ -42,8 +41,8 @@ class VectorGatherLoader {
     for (int i = 0; i < kPassesB; ++i) b_[i] = AddBytes(b_[i], params_.b_step_bytes);
   }
 
-  // A run is the full stages of a tap, or its tail of 4 channels; the last run is the one Fetch
-  // more.
+  // A run is the full stages of a tap, or its tail of 4 channels; the last run is the one
+  // additional Fetch.
   __device__ __forceinline__ int FirstRun() {
     const int run = NextTap();
     return position_ < kEnd ? run : 0;
@@ -86,12 +85,13 @@ class VectorGatherLoader {
   static constexpr int kRowsOfB = Tile::kThreads / kQuadsOfB;
   static_assert(kPassesA >= 1 && kPassesB >= 1);
 
-  // An unsigned 32-bit step costs one register and two additions, a signed or 64-bit one more.
+  // An unsigned 32-bit increment costs one register and two additions; a signed or 64-bit one costs
+  // more.
   __device__ static const T* AddBytes(const T* pointer, uint32_t bytes) {
     return reinterpret_cast<const T*>(reinterpret_cast<const char*>(pointer) + bytes);
   }
 
-  // Four neighbours in memory go to four rows of the stage.
+  // Stores four contiguous elements to four rows of the stage.
   __device__ static void StoreTransposed(uint32_t address, int row_bytes, const float (&quad)[4]) {
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
@@ -144,7 +144,8 @@ class VectorGatherLoader {
       const int4 row = tile_.row[threadIdx.x / 2 + i * (Tile::kThreads / 2)];
       const int32_t src0 = row.x + t[0], src1 = row.y + t[1], src2 = row.z + t[2];
       const bool valid = gemm.InSource(src0, src1, src2);
-      // Pixels of a tensor number less than 2^31; outside of the source the sum may wrap, unused.
+      // A tensor has less than 2^31 pixels. Outside the source the sum may wrap; it is then not
+      // used.
       const uint32_t pixel = row.w +
                              (static_cast<uint32_t>(src0) * gemm.axis[1].src_extent + src1) *
                                  static_cast<uint32_t>(gemm.axis[2].src_extent) +

@@ -1,24 +1,24 @@
-// igemm_wgmma, cluster: where tiles are few (small batches, small maps), the CTAs of a cluster
-// share one tile, each sums a part of the reduction, and they add the parts through distributed
-// shared memory (sm_90a). fprop and dgrad; the map from convolution to GEMM is that of
-// cooperative_sm90.cuh.
+// igemm_wgmma, cluster: for few tiles (small batches, small maps), the CTAs of a cluster share one
+// tile (sm_90a). Each CTA sums a part of the reduction, and they add the parts through distributed
+// shared memory. fprop and dgrad; the map from convolution to GEMM is that of cooperative_sm90.cuh.
 //
 //     cluster of 3, tile of 64 x 64, 18 k-blocks     afterwards, rows of 64 columns
 //     rank 0 | k-blocks  0 ...  5 | 64 x 64 float    row 0, 3, 6 ...: rank 0 adds 0 + 1 + 2, stores
 //     rank 1 | k-blocks  6 ... 11 | 64 x 64 float    row 1, 4, 7 ...: rank 1 adds 0 + 1 + 2, stores
 //     rank 2 | k-blocks 12 ... 17 | 64 x 64 float    row 2, 5, 8 ...: rank 2 adds 0 + 1 + 2, stores
 //
-// No workspace, no second kernel, and a fixed order: the same bits in every run.
+// This needs neither a workspace nor a second kernel, and its fixed order gives the same bits in
+// every run.
 //
-// Such a layer takes a few microseconds, so everything serves to start the loads early: a CTA has
-// one tile; the four producer warps alternate k-blocks (issuing the two TMA copies of a k-block
-// takes one warp 350 cycles, longer than the 64x64 tile's MMAs); and two CTAs fit on an SM, so that
-// the next kernel's are set up while this one's finish. Shared memory: a ring of 6 stages of (8 +
+// Such a layer takes a few microseconds, so the loads must start early: a CTA has one tile; the
+// four producer warps alternate k-blocks (issuing the two TMA copies of a k-block takes one warp
+// 350 cycles, longer than the 64x64 tile's MMAs); and two CTAs fit on an SM, so that the next
+// kernel's CTAs are set up while this kernel's finish. Shared memory: a ring of 6 stages of (8 +
 // 8) KB, which afterwards holds the staging or the partial sums; barriers.
 //
-// Full(s), Empty(s): as in cooperative_sm90.cuh. Cluster barriers: the parts are written; the parts
-// are read, and nobody needs this CTA's shared memory any more. Refused: what cooperative_sm90.cuh
-// refuses.
+// Full(s), Empty(s): as in cooperative_sm90.cuh. Cluster barriers: first, all parts are written;
+// second, all parts are read, so no other CTA needs this CTA's shared memory. Refused: what
+// cooperative_sm90.cuh refuses.
 #ifndef JAXCONV_CUDA_IGEMM_WGMMA_CLUSTER_SM90_CUH_
 #define JAXCONV_CUDA_IGEMM_WGMMA_CLUSTER_SM90_CUH_
 
@@ -35,14 +35,14 @@
 
 namespace jaxconv::igemm_wgmma {
 
-// Partial sums in shared memory, rows of float32: chunk c (16 bytes) of row r lies at c ^ r % 4 *
-// 2, so that neither fragments nor rows conflict.
+// Partial sums in shared memory, rows of float32. Chunk c (16 bytes) of row r lies at c ^ r % 4 *
+// 2, so that neither fragment stores nor row loads have bank conflicts.
 template <class Tile>
 __device__ __forceinline__ uint32_t PartialChunk(uint32_t partial, int row, int chunk) {
   return partial + row * (Tile::kTileN * 4) + (chunk ^ (row % 4 * 2)) * 16;
 }
 
-// The part of a tile's reduction that is one CTA's; it may be empty.
+// One CTA's part of a tile's reduction; it may be empty.
 struct ReductionPart {
   int32_t first, k_blocks;
 
@@ -53,7 +53,7 @@ struct ReductionPart {
   }
 };
 
-// One thread of each producer warp: every fourth k-block.
+// One thread of each producer warp, which loads every fourth k-block.
 template <Op kOp, typename T, class Tile>
 __device__ __forceinline__ void ProducePart(const Params& params, const Maps& maps,
                                             const TilePlace& place, const ResidueClass& of,
@@ -75,18 +75,18 @@ __device__ __forceinline__ void ProducePart(const Params& params, const Maps& ma
   }
 }
 
-// What a thread stores of its CTA's rows of the tile: four channels of at most kRows rows; of a
-// fused epilogue also the terms and the residual there, which arrive while the products are
-// computed.
+// A thread's part of its CTA's output: four channels of at most kRows rows. A fused epilogue's
+// terms and residual for these elements arrive while the products are computed.
 template <Op kOp, typename T, class Tile, class Epilogue>
 struct StoredPart {
   static constexpr int kLanesOfRow = Tile::kTileN / 4;
-  // 256 threads take 16 of the tile's 64 rows at a time: 32 and more in two CTAs, 80 in five.
-  // Without an epilogue a lone CTA stores its tile from the fragments.
+  // 256 threads store 16 of the tile's 64 rows at a time. Two CTAs store 32 rows each; more CTAs
+  // cover at least 64 (five: 80). Without an epilogue a single CTA stores its tile from the
+  // fragments.
   static_assert(Tile::kTileM * Tile::kTileN == 64 * 64 && Tile::kThreads == 256);
   static constexpr int kRows = Epilogue::kPlain ? 2 : 4;
-  int32_t row[kRows], dst[kRows];  // of the tile and, -1 for none, of the output
-  int64_t base;                    // of the channels in the output
+  int32_t row[kRows], dst[kRows];  // row of the tile; row of the output, -1 for none
+  int64_t base;                    // output offset of the channels
   ChannelTerms<4> terms;
   Neighbours<T, 4> residual[kRows];
 
@@ -117,8 +117,8 @@ struct StoredPart {
   }
 };
 
-// The consumer warpgroup: the CTA's part -> partial sums in place of the ring; of a cluster of one
-// CTA without an epilogue, the output.
+// The consumer warpgroup: computes the CTA's part and writes the partial sums over the ring; a
+// cluster of one CTA without an epilogue stores the output directly.
 template <Op kOp, typename T, class Tile, class Epilogue>
 __device__ __forceinline__ void ConsumePart(const Params& params, const TilePlace& place,
                                             const ResidueClass& of, int32_t k_blocks, uint32_t ring,
@@ -157,8 +157,8 @@ __device__ __forceinline__ void ConsumePart(const Params& params, const TilePlac
   }
 }
 
-// A thread's first kRows rows, each summed over at most kRanks ranks in their order -> the output.
-// All sums are loaded before they are added: the additions are ordered, the loads need not be.
+// Sums a thread's first kRows rows over at most kRanks ranks, in order of rank, and stores them.
+// All parts are loaded before the ordered additions, so the loads overlap.
 template <int kRows, int kRanks, typename T, class Tile, class Epilogue, class Part>
 __device__ __forceinline__ void ReduceParts(const Params& params, const TilePlace& place,
                                             const ResidueClass& of, Part part, uint32_t partial) {
@@ -210,7 +210,7 @@ __device__ __forceinline__ void ReduceParts(const Params& params, const TilePlac
                      bounds.Clamp(PackPair<T>(sums[r][2], sums[r][3])));
     }
   } else {
-    // One copy of the activations: each row becomes the first.
+    // So that the activations are compiled once, each row moves to the first place.
 #pragma unroll 1
     for (int turn = 0; turn < kRows; ++turn) {
       if (part.dst[0] >= 0) {
@@ -263,7 +263,7 @@ __global__ void __launch_bounds__(Tag::kThreads, 2)
       ProducePart<kOp, T, Tile>(params, maps, place, of, part, warp, ring, barriers);
     }
     __syncwarp();
-    if constexpr (!Epilogue::kPlain) WaitForInputs();  // of every thread that reads
+    if constexpr (!Epilogue::kPlain) WaitForInputs();  // in every thread that reads
     stored.Load(params, place, of, rank);
   } else {
     WaitForInputs();
@@ -285,7 +285,7 @@ __global__ void __launch_bounds__(Tag::kThreads, 2)
     ReduceParts<1, kMaxClusterCtas, T, Tile, Epilogue>(params, place, of, stored, ring);
   }
   __syncwarp();
-  // The parts were read before the sums that are stored by now could be formed.
+  // The parts have been read: their sums are already stored.
   ClusterArriveRelaxed();
   ClusterWait();
 }

@@ -9,7 +9,7 @@
 // which TMA rounds to TF32. Its activations are one im2col box of tile_m pixels x 128 bytes: TMA
 // handles padding, row ends, image ends, strides, dilation and the end of the batch. Its filter is
 // tile_n / 64 boxes of 64 x 128 bytes of (tap, C, K), MN-major for fprop and K-major for dgrad. A
-// 1x1 convolution without stride and padding is a matrix, and loaded as one.
+// 1x1 convolution without stride and padding is a matrix product, loaded without im2col.
 //
 //     128 x 256     B: 256 columns         producer warpgroup: one thread issues the TMA loads
 //     A: rows 0-63  | consumer 0 |         consumers: 64 rows each (256 x 128: 128 rows each)
@@ -21,11 +21,10 @@
 //
 // Full(s): the producer announces a stage's bytes, consumers wait. Empty(s): each consumer
 // warpgroup arrives when its wgmma has retired, the producer waits. While consumers store a tile,
-// the producer fills the ring for the next. All is set up while the kernel in front of this one
-// ends.
+// the producer fills the ring for the next. The setup overlaps the end of the previous kernel.
 //
-// Bound by the tensor cores, which run at the GPU's power limit on large layers. Nothing multiplies
-// while a tile is stored: for short reductions pingpong is faster.
+// Bound by the tensor cores, which run at the GPU's power limit on large layers. The tensor cores
+// idle while a tile is stored, so pingpong is faster for short reductions.
 //
 // Refused, with a reason (geometry.cc): channels whose pitch is not a multiple of 16 bytes, groups
 // whose channels are not a multiple of a k-block's, more than eight residue classes, windows beyond
@@ -45,14 +44,14 @@
 
 namespace jaxconv::igemm_wgmma {
 
-// Asks for the residual of a warp's part of a tile before the tile is multiplied, so that the store,
-// which nothing hides, finds it in L2. `m_first`: the warp's first row.
+// Prefetches the residual of a warp's part of a tile to L2 before the tile is multiplied, because
+// nothing hides the latency of the store. `m_first`: the warp's first row.
 template <Op kOp, typename T, class Tile, class Epilogue>
 __device__ __forceinline__ void PrefetchResidual(const Params& params, const TilePlace& place,
                                                  const ResidueClass& of, int32_t m_first) {
   if constexpr (!Epilogue::kPlain) {
     if (params.epilogue.residual == nullptr || params.slice_elements > 0) return;
-    constexpr int kColumns = 128 / sizeof(T), kLines = Tile::kTileN / kColumns;  // of a row
+    constexpr int kColumns = 128 / sizeof(T), kLines = Tile::kTileN / kColumns;  // lines of a row
     const int32_t n_first = place.n_tile * Tile::kTileN;
     const T* const residual =
         static_cast<const T*>(params.epilogue.residual) + place.OutputOffset(params, n_first);
@@ -66,10 +65,10 @@ __device__ __forceinline__ void PrefetchResidual(const Params& params, const Til
   }
 }
 
-// The consumers. The number of a warpgroup is a constant where it multiplies, so that the compiler
-// sees that all threads have the same descriptors and keeps them in uniform registers: moved there
-// from others before every wgmma, they cost the narrow tiles half their rate. All of them store by
-// the same code, because a CTA that stores one tile waits longer for instructions than for memory.
+// The consumers. The mainloop has the warpgroup's number as a constant, so that the compiler sees
+// that all threads have the same descriptors and keeps them in uniform registers. Moving them there
+// before every wgmma halves the throughput of narrow tiles. All warpgroups store by the same code,
+// because a CTA that stores one tile waits longer for instructions than for memory.
 template <Op kOp, typename T, class Tile, class Epilogue>
 __device__ __forceinline__ void ConsumeCooperative(const Params& params, uint32_t ring,
                                                    const Barriers<Tile>& barriers, int number) {
@@ -90,7 +89,7 @@ __device__ __forceinline__ void ConsumeCooperative(const Params& params, uint32_
     };
     if (k_blocks == 0) {
       if constexpr (kStoresZeros<kOp, Tile>) {
-        // A call of its own: zeros joined with the accumulators below would spill them.
+        // A separate call: merging these zeros with the accumulators below would spill them.
         if (HasRows<Tile>(of, place)) store({});
       }
       continue;

@@ -14,8 +14,8 @@
 
 namespace jaxconv::igemm_wgmma {
 
-// Of all kernels of the call. `partial_bytes`: what split-K slices write. `dynamic`: tiles are
-// scheduled dynamically.
+// The time of all kernels of the call. `partial_bytes`: the bytes that split-K slices write.
+// `dynamic`: tiles are scheduled dynamically.
 double PredictMicroseconds(const Instance& instance, const ConvProblem& problem,
                            const Geometry& geometry, int64_t slices, int64_t partial_bytes,
                            bool dynamic, const Gpu& gpu);

@@ -1,5 +1,5 @@
-// What the counts of a consumer have in common (statistics_sm90.cuh, sm_90a): the block of results
-// in shared memory, and the slot to which sums go.
+// Shared parts of a consumer's statistics (statistics_sm90.cuh, sm_90a): the block of results in
+// shared memory, and the slot that receives the sums.
 #ifndef JAXCONV_CUDA_IGEMM_WGMMA_COUNTED_BLOCK_SM90_CUH_
 #define JAXCONV_CUDA_IGEMM_WGMMA_COUNTED_BLOCK_SM90_CUH_
 
@@ -14,11 +14,11 @@
 
 namespace jaxconv::igemm_wgmma {
 
-// Of staging: 64 rows of 64 columns.
+// A block of the staging: 64 rows of 64 columns.
 inline constexpr int kBlockRows = 64, kBlockBytes = 8192;
 
-// The two elements of a word. Of the word, not of its halves: the compiler would keep each of them
-// in a register of its own.
+// The two elements of a word. The argument is the word: given its halves, the compiler would keep
+// each in a register of its own.
 template <typename T>
 __device__ __forceinline__ void UnpackWord(uint32_t word, float (&pair)[2]);
 template <>
@@ -31,9 +31,9 @@ __device__ __forceinline__ void UnpackWord<__half>(uint32_t word, float (&pair)[
   Neighbours<__half, 2>{word}.Unpack(pair);
 }
 
-// The slot to which a consumer's sums go behind a tile, if they do. The sums of the first tiles of
-// rows, where a CTA keeps to a range of columns, are joined: behind the consumer's last of them
-// they go to its slot. Every other tile has a slot.
+// The slot that receives a consumer's sums after a tile, if any. If a CTA stays in one range of
+// columns, the sums of its first tiles are joined, and the consumer writes them to its slot after
+// the last of these tiles. Each other tile has its own slot.
 template <int kWarpgroup>
 __device__ __forceinline__ bool SlotOf(const Params& params, const TilePlace& place,
                                        int32_t* slot) {
@@ -47,7 +47,7 @@ __device__ __forceinline__ bool SlotOf(const Params& params, const TilePlace& pl
   return index + 2 * static_cast<int32_t>(gridDim.x) >= joined * n_tiles;
 }
 
-// With the first slot, of the first channels: those of the kernel that merges.
+// The writer of the first slot's first channels also resets the counters of the merging kernel.
 __device__ __forceinline__ void ResetMomentCounters(const Params& params, int32_t slot,
                                                     int32_t channel) {
   if (slot > 0 || channel > 0 || Thread() % 128 > 0) return;
@@ -56,15 +56,16 @@ __device__ __forceinline__ void ResetMomentCounters(const Params& params, int32_
   for (int32_t i = 1; i <= params.epilogue.moment_counters; ++i) counters[-i] = 0;
 }
 
-// Two values of each of two lanes, which lie `bits` apart -> the sum of the first or of the second.
+// Two lanes, `bits` apart, hold two values each; one lane gets the sum of the first values, the
+// other the sum of the second.
 __device__ __forceinline__ float Exchange(float first, float second, bool takes_second, int bits) {
   const float got = __shfl_xor_sync(0xffffffff, takes_second ? first : second, bits);
   return (takes_second ? second : first) + got;
 }
 
-// Where a lane finds things in a block of 64 rows of 128 bytes, whose chunk c of row r lies at c ^
-// r % 8; blocks are aligned to 1024 bytes. Unsigned, because the remainder of a signed number takes
-// five instructions.
+// A lane's addresses in a block of 64 rows of 128 bytes. Chunk c of row r lies at c ^ r % 8; blocks
+// are aligned to 1024 bytes. Unsigned, because the remainder of a signed number takes five
+// instructions.
 struct BlockPlaces {
   uint32_t staged;   // for stmatrix, columns 0 to 15 of the warp's sixteen rows
   uint32_t counted;  // for ldmatrix, the warp's sixteen columns of rows 0 to 15
@@ -78,13 +79,13 @@ struct BlockPlaces {
     counted = matrices ^ warp * 32;
     vectors = warp * 2048 + lane / 8 * 128 + (lane % 8 ^ lane / 8) * 16;
   }
-  // Of the warp's row 4 i + lane / 8.
+  // The vector of the warp's row 4 i + lane / 8.
   __device__ __forceinline__ uint32_t Vector(int i) const {
     return (vectors ^ i % 2 * 64) + i * 512;
   }
 };
 
-// Sixteen rows by 64 columns of a warp -> shared memory.
+// Writes a warp's sixteen rows by 64 columns to shared memory.
 template <typename T>
 __device__ __forceinline__ void StageRows(uint32_t staged, const float* acc) {
 #pragma unroll
@@ -96,12 +97,12 @@ __device__ __forceinline__ void StageRows(uint32_t staged, const float* acc) {
   }
 }
 
-// A lane's vectors of a tile: in a block of rows, and in the output.
+// A lane's vectors of a tile, in a block of rows and in the output.
 struct LaneVectors {
   BlockPlaces places;
-  uint32_t row = Thread() / 32u % 4 * 16 + places.lane / 8;  // in a block, of the first
-  int32_t column = places.lane % 8 * 8;                      // in a chunk
-  char* out;  // of the first, in the tile's first block
+  uint32_t row = Thread() / 32u % 4 * 16 + places.lane / 8;  // the first vector's row in a block
+  int32_t column = places.lane % 8 * 8;                      // its column in a chunk
+  char* out;  // the first vector of the tile's first block
 
   // `first`: the offset of the tile's first element in the output.
   __device__ __forceinline__ LaneVectors(const Params& params, int64_t first, uint32_t bytes)

@@ -2,8 +2,9 @@
 // warpgroups in pingpong (sm_90a). The map from convolution to GEMM is that of
 // cooperative_sm90.cuh.
 //
-// The pixels of a tile are those of the padded image, so that a tap's operand begins one pixel (its
-// dilation) further on in the same load: a stage holds tile_m pixels and kMaxSpan more.
+// The pixels of a tile are consecutive pixels of the padded image. The operand of the next tap
+// begins one pixel (with dilation: `dilation` pixels) further on in the same load, so a stage holds
+// tile_m + kMaxSpan pixels.
 //
 //     rows of the stage   p  p+1  p+2 ...  p+127 p+128 p+129
 //     tap 0              [-----------------]
@@ -14,20 +15,19 @@
 // function of the shared-memory address. Outputs in the padding are computed and dropped. Adjacent
 // rows share their padding: the zeros after one row serve as the zeros before the next.
 //
-// The filter has slots of its own, one k-block each (filter-row), or all of its k-blocks stay in
+// The filter has its own ring of slots, one k-block each (filter-row), or all its k-blocks stay in
 // shared memory for the kernel's life (weight-stationary). Tiles are pixels by channels, or
-// swap-AB. Activations cross from L2 R times instead of R S times, which leaves the tensor cores as
-// the bound.
+// swap-AB. L2 delivers activations R times instead of R S times, so the tensor cores are the bound.
 //
 // Shared memory of 128x128: 3 stages of 17 KB, 8 filter slots of 16 KB, 32 KB of staging; 224x64
 // swap-AB: 4 of 29 KB, 10 of 8 KB, 16 KB; 128x64 swap-AB weight-stationary: 7 of 17 KB, 9 k-blocks
 // of 8 KB, 16 KB. Registers as in pingpong_sm90.cuh.
 //
-// Full(s), Empty(s): stages, as in pingpong_sm90.cuh; a stage is given back by its last tap.
-// FullFilter, EmptyFilter: filter slots. Stationary(k): k-block k of the filter has arrived, waited
-// for in a consumer's first tile. Beside what cooperative_sm90.cuh refuses: filters of one tap
-// along the last axis, a stride there, taps that reach over more than kMaxSpan pixels;
-// weight-stationary: filters that do not fit, groups, batches.
+// Full(s), Empty(s): stages, as in pingpong_sm90.cuh; the last tap frees a stage. FullFilter,
+// EmptyFilter: filter slots. Stationary(k): k-block k of the filter has arrived, waited for in a
+// consumer's first tile. Beside what cooperative_sm90.cuh refuses: filters of one tap along the
+// last axis, a stride there, taps that reach over more than kMaxSpan pixels; weight-stationary:
+// filters that do not fit, groups, batches.
 #ifndef JAXCONV_CUDA_IGEMM_WGMMA_FILTER_ROW_SM90_CUH_
 #define JAXCONV_CUDA_IGEMM_WGMMA_FILTER_ROW_SM90_CUH_
 
@@ -57,7 +57,7 @@ __device__ __forceinline__ void ProduceFilterRows(const Params& params, const Ma
     if (!HasRows<Tile>(of, place)) continue;
     ProducedTile<kOp, T, Tile> tile(params, maps, place);
     if (index == blockIdx.x) tile.Prefetch();
-    // So late, because nothing before reads what the kernel in front may write.
+    // This late, because nothing above reads memory that the previous kernel may write.
     WaitForPrecedingGrids();
     for (int32_t i = 0; i < tile.k_blocks; ++i) {
       BarrierWait(barriers.Empty(stage.slot), stage.parity ^ 1);
@@ -75,8 +75,8 @@ __device__ __forceinline__ void ProduceFilterRows(const Params& params, const Ma
           slot.Next();
         }
       } else if (index == blockIdx.x) {
-        // A stationary filter comes with the first tile's activations, tap by tap, so that the
-        // first product waits for one tap and not for all.
+        // A stationary filter is loaded tap by tap with the first tile's activations, so that the
+        // first product waits for one tap only.
         for (int32_t t = 0; t < of.taps[0]; ++t) {
           const uint32_t at = i * of.taps[0] + t;
           BarrierArriveExpect(barriers.Stationary(at), tile.boxes * kBoxBytes);
@@ -88,7 +88,7 @@ __device__ __forceinline__ void ProduceFilterRows(const Params& params, const Ma
   }
 }
 
-// A consumer warpgroup. Its turns are those of ConsumePingpong.
+// A consumer warpgroup; it takes turns as in ConsumePingpong.
 template <Op kOp, typename T, class Tile, class Epilogue, bool kCounts, int kWarpgroup>
 __device__ __forceinline__ void ConsumeFilterRows(const Params& params, uint32_t ring,
                                                   const Barriers<Tile>& barriers) {
@@ -104,7 +104,7 @@ __device__ __forceinline__ void ConsumeFilterRows(const Params& params, uint32_t
   const int32_t stride = gridDim.x;
   for (int32_t index = blockIdx.x + kWarpgroup * stride; index < params.tiles;
        index += 2 * stride) {
-    if (index >= stride) {  // the other's tile before
+    if (index >= stride) {  // the other consumer's previous tile
       const TilePlace other(params, index - stride);
       const int32_t k_blocks = KBlocksOf<kOp, Tile>(params, other);
       stage.Skip(k_blocks);
@@ -141,7 +141,7 @@ __device__ __forceinline__ void ConsumeFilterRows(const Params& params, uint32_t
         }
         Tile::template Multiply<T, false, kMnMajorFilter<kOp, T>>(
             acc, a, ring + Tile::kFilterAt + b * Tile::kBytesB, i > 0 || t > 0);
-        // A stationary filter has nothing to give back: between rows three taps may be in flight.
+        // A stationary filter frees no slot, so three taps may be in flight between rows.
         if (!kStationary || t == 0) {
           WgmmaWait<1>();
         } else {
@@ -149,7 +149,7 @@ __device__ __forceinline__ void ConsumeFilterRows(const Params& params, uint32_t
         }
         if (i > 0 || t > 0) {
           if constexpr (!kStationary) release(barriers.EmptyFilter(last_filter));
-          // The last tap of the row before has retired.
+          // The last tap of the previous row has retired.
           if (t == 0) release(barriers.Empty(last));
         }
         a += tap_step * 128;
@@ -226,7 +226,7 @@ template <Op kOp, DType kType, int kBlocks, int kN, int kStages, int kFilterSlot
 struct FilterRow
     : FilterRowForm<kOp, kType, WgmmaTile<2, true, kBlocks, kN, 0, kStages, true, kFilterSlots>> {};
 
-// Of float32 operands: their results are stored from the fragments, without staging.
+// For float32 operands: results are stored from the fragments, without staging.
 template <Op kOp, DType kType, int kBlocks, int kN, int kStages, int kStationary>
 struct WeightStationary
     : FilterRowForm<kOp, kType,

@@ -1,5 +1,4 @@
-// The filter for 3xTF32 (three_tf32_sm90.cuh): its rows along the reduction, each number in two
-// parts.
+// The filter for 3xTF32 (three_tf32_sm90.cuh): K-major, each number split into two parts.
 #ifndef JAXCONV_CUDA_IGEMM_WGMMA_FILTER_SPLIT_H_
 #define JAXCONV_CUDA_IGEMM_WGMMA_FILTER_SPLIT_H_
 
@@ -20,12 +19,12 @@ struct FilterSplit {
   // Elements of a row of the result: columns, filled up with zeros to a multiple of 16.
   int64_t pitch = 0;
 
-  // Of the result.
+  // Bytes of the result.
   int64_t bytes() const { return 2 * matrices * rows * pitch * int64_t{sizeof(float)}; }
 };
 
-// All matrices of big parts, then those of small parts, into `out`. Of each 16 columns, number 4 t
-// + q lies at 4 q + t: a thread's four neighbouring channels of the other operand are then its
+// Writes to `out` all matrices of big parts, then all of small parts. Within 16 columns, column 4 t
+// + q lies at 4 q + t, so that a thread's four neighbouring channels of the other operand are its
 // fragments of two instructions.
 Status LaunchFilterSplit(const void* filter, const FilterSplit& split, void* out, void* stream);
 

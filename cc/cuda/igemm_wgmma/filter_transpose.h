@@ -1,4 +1,4 @@
-// (tap, C, K) -> (tap, K, C): the filter as tensor cores without a transposing operand want it.
+// (tap, C, K) -> (tap, K, C): the K-major filter for TF32 wgmma, which cannot transpose B.
 #ifndef JAXCONV_CUDA_IGEMM_WGMMA_FILTER_TRANSPOSE_H_
 #define JAXCONV_CUDA_IGEMM_WGMMA_FILTER_TRANSPOSE_H_
 

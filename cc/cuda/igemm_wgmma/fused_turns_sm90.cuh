@@ -1,4 +1,4 @@
-// What the loops through any fused epilogue share, of WgmmaTile and of SwapAbTile (sm_90a).
+// Shared by WgmmaTile and SwapAbTile: the loops over one copy of a fused epilogue (sm_90a).
 #ifndef JAXCONV_CUDA_IGEMM_WGMMA_FUSED_TURNS_SM90_CUH_
 #define JAXCONV_CUDA_IGEMM_WGMMA_FUSED_TURNS_SM90_CUH_
 
@@ -9,8 +9,8 @@
 
 namespace jaxconv::igemm_wgmma {
 
-// The turns of a loop through the parts of a tile: one of each part, which activates; where the
-// pre-activation is stored too, one before it, which does not.
+// The turns of a loop over the parts of a tile: one turn for each part, which activates; if the
+// pre-activation is stored too, a turn before it, which does not.
 struct FusedTurns {
   const EpilogueParams& with;
   const int32_t end;
@@ -24,7 +24,7 @@ struct FusedTurns {
   __device__ __forceinline__ bool Activates() const { return turn % 2 != 0; }
 };
 
-// Adds words of two elements, as ldmatrix gives them, to the sums of eight elements.
+// Adds words of two elements, in ldmatrix order, to the sums of eight elements.
 template <typename T>
 __device__ __forceinline__ void AddFragments(const uint32_t (&added)[4], float* sums) {
 #pragma unroll

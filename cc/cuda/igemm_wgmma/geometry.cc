@@ -18,14 +18,14 @@ Status Multiple(const char* what, int64_t value, int64_t of) {
 }
 
 Status CheckChannels(const ConvProblem& problem) {
-  // Pitches of tensor maps are multiples of 16 bytes, and so are the vectors of the output.
+  // Tensor map pitches must be multiples of 16 bytes; output vectors have 16 bytes.
   const int64_t vector = 16 / ByteWidth(problem.lhs_dtype());
   const int64_t k_block = KBlockElements(problem.lhs_dtype());
   JAXCONV_RETURN_IF_ERROR(Multiple("C/groups", problem.c_per_group(), vector));
   JAXCONV_RETURN_IF_ERROR(Multiple("K/groups", problem.k_per_group(), vector));
   if (problem.op == Op::kWgrad) {
     if (problem.lhs_dtype() != DType::kF32) return {};
-    // One box brings 32 columns of a pixel after another.
+    // One box loads 32 columns of consecutive pixels.
     return Multiple("K/groups", problem.k_per_group(), k_block);
   }
   if (problem.groups == 1) return {};
@@ -50,10 +50,10 @@ Status PlaceFilter(const ConvProblem& problem, LaunchParams* launch) {
   }
   JAXCONV_RETURN_IF_ERROR(CheckKrscLines(problem));
   if (problem.op == Op::kDgrad && problem.taps() > 1 && problem.k % 16 == 0) {
-    // The last k-block's rows past K cost as much as others, where rows of rsck past K cost
-    // nothing: 81 us and not 65 for 3x3 with C = 256 and K = 32. With odd multiples of 8 the rows
-    // of rsck begin off the sectors and cost more than that: 123 us and not 94 for C = 128 and K =
-    // 1000.
+    // With krsc, rows of the last k-block past K cost as much as the others; with rsck they cost
+    // nothing: 81 us instead of 65 for 3x3 with C = 256 and K = 32. If K is an odd multiple of 8,
+    // the rows of rsck do not begin at a sector, which costs more than that: 123 us instead of 94
+    // for C = 128 and K = 1000.
     JAXCONV_RETURN_IF_ERROR(
         Multiple("K of a filter stored as krsc", problem.k, KBlockElements(problem.lhs_dtype())));
   }
@@ -63,7 +63,7 @@ Status PlaceFilter(const ConvProblem& problem, LaunchParams* launch) {
   return {};
 }
 
-// The filter of 3xTF32: both parts as one tensor of twice the taps, in the workspace.
+// 3xTF32: the workspace holds both parts of the filter as one tensor with twice the taps.
 void SplitFilter(const ConvProblem& problem, LaunchParams* launch) {
   FilterSplit& split = launch->filter_split;
   split.matrices = launch->b_taps;
@@ -81,8 +81,8 @@ void SplitFilter(const ConvProblem& problem, LaunchParams* launch) {
   launch->b_row_stride = launch->b_tap_stride = 0;
 }
 
-// One residue class: the walk over its pixels, its taps and its rows of gemm_m. `matrix`: the
-// activations are loaded as a matrix, without im2col.
+// One residue class: its pixels, taps and rows of gemm_m. `matrix`: the activations are loaded as a
+// matrix, not by im2col.
 Status MakeResidueClass(const Instance& instance, const ConvProblem& problem,
                         const ImplicitGemm& gemm, int index, bool matrix, Geometry* geometry) {
   LaunchParams& launch = geometry->launch;
@@ -104,12 +104,12 @@ Status MakeResidueClass(const Instance& instance, const ConvProblem& problem,
     const int64_t reach = int64_t{made.taps[i] - 1} * axis.src_per_t;
     const int64_t src0 = empty ? 0 : on.src0;
     const int64_t nearest = src0 + std::min<int64_t>(0, reach);
-    // The box of base pixels begins in the padding or with the tensor, never inside it; where
-    // padding is wider than the filter, the taps' offsets carry the distance. A precaution: what
-    // boxes with a corner inside give was not told apart from XLA:CPU's errors
-    // (docs/notes/igemm_wgmma.md).
+    // The box of base pixels begins in the padding or at the first pixel, never inside the tensor.
+    // If the padding is wider than the filter, the tap offsets carry the difference. This is a
+    // precaution: measurements with the corner inside the tensor could not be told apart from
+    // errors of XLA:CPU (docs/notes/igemm_wgmma.md).
     const int64_t lower = std::min<int64_t>(0, nearest);
-    const int64_t span = src0 + std::max<int64_t>(0, reach) - lower;  // of offsets
+    const int64_t span = src0 + std::max<int64_t>(0, reach) - lower;  // span of the offsets
     int64_t walked = on.dst_count;
     if (i == 0) {
       made.width = on.dst_count;
@@ -144,8 +144,9 @@ Status MakeResidueClass(const Instance& instance, const ConvProblem& problem,
   }
   if (empty && problem.filter_layout == FilterLayout::kKrsc && problem.op == Op::kDgrad &&
       !filter_row && !instance.Is(kCluster) && !instance.Is(kSwapAb)) {
-    // fprop's kernel takes a k-block of zeros where dgrad's stores them at once: 52 us and not 46
-    // for 1x1 of 512 channels, more than XLA needs to transpose the filter.
+    // Where no tap hits, dgrad's kernel stores zeros directly; fprop's multiplies a k-block of
+    // zeros: 52 us instead of 46 for 1x1 with 512 channels. The difference exceeds XLA's transpose
+    // of the filter.
     return Status::Unimplemented("a filter stored as krsc only where every residue class has taps");
   }
   if (rows > kMaxIm2colRows) return Status::Unimplemented("more than 2^31 - 2^12 rows");
@@ -158,11 +159,12 @@ Status MakeResidueClass(const Instance& instance, const ConvProblem& problem,
   }
   if (index == 0) geometry->taps_per_load = static_cast<double>(taps_per_load);
   geometry->k_blocks = std::max<int64_t>(geometry->k_blocks, made.k_blocks);
-  geometry->average_taps += static_cast<double>(made.k_blocks * taps_per_load);  // summed here
+  geometry->average_taps += static_cast<double>(made.k_blocks * taps_per_load);  // summed over
+                                                                                 // residue classes
   return {};
 }
 
-// wgrad: the rows of gemm_m are channel blocks under taps, and a k-block is a run of output pixels.
+// wgrad: gemm_m = taps x channel blocks; a k-block is a run of output pixels.
 Status MakeWgrad(const ConvProblem& problem, Geometry* geometry) {
   LaunchParams& launch = geometry->launch;
   const int64_t k_block = KBlockElements(problem.lhs_dtype());
@@ -185,8 +187,8 @@ Status MakeWgrad(const ConvProblem& problem, Geometry* geometry) {
   return {};
 }
 
-// wgrad filter-row: the walk runs past a row's end over as many columns of zeros as the wider side
-// of the padding has, and a tile's rows are some taps of a filter row (wgrad_filter_row_sm90.cuh).
+// wgrad filter-row: each image row is followed by max(pad_lo, pad_hi) columns of zeros, and the
+// rows of a tile are several taps of one filter row (wgrad_filter_row_sm90.cuh).
 Status MakeWgradFilterRow(const ConvProblem& problem, const GatherAxis& axis, Geometry* geometry) {
   LaunchParams& launch = geometry->launch;
   ResidueClass& all = launch.kernel.residue_class[0];
@@ -236,11 +238,11 @@ Status MakeWgradFilterRow(const ConvProblem& problem, const GatherAxis& axis, Ge
   return {};
 }
 
-// Whether the filter fits where it stays.
+// Whether a stationary filter fits in shared memory.
 Status CheckWeightStationary(const Instance& instance, const ConvProblem& problem,
                              const ImplicitGemm& gemm, int64_t channel_blocks) {
   const int64_t k_blocks = problem.taps() * channel_blocks;
-  // Ranges of output channels that CTAs keep to.
+  // The number of ranges of output channels; a CTA processes one range.
   const int64_t most_ranges = instance.Is(kPointwise) && !instance.Is(kSwapAb) ? kTileCounters : 1;
   if (CeilDiv(gemm.gemm_n, instance.tile_n) <= most_ranges && gemm.batches * gemm.groups == 1 &&
       gemm.phases == 1 && k_blocks <= instance.stationary_k_blocks) {
@@ -286,7 +288,7 @@ Status PatchesAsPixels(const ConvProblem& problem, ConvProblem* pixels) {
 
 void StorePatches(const ConvProblem& problem, LaunchParams* launch) {
   Params& params = launch->kernel;
-  // A row of the GEMM begins at its column of the patch's first row.
+  // A row of the GEMM begins at its column in the first row of the patch.
   params.dense_rows = 0;
   params.out_extent[1] = static_cast<int32_t>(problem.filter[1]);
   params.out_channels = static_cast<int32_t>(problem.c);

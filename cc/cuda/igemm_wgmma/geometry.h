@@ -1,4 +1,4 @@
-// How igemm_wgmma cuts a problem up: tiles, k-blocks, and the boxes that TMA loads.
+// How igemm_wgmma divides a problem: tiles, k-blocks, and the boxes that TMA loads.
 #ifndef JAXCONV_CUDA_IGEMM_WGMMA_GEOMETRY_H_
 #define JAXCONV_CUDA_IGEMM_WGMMA_GEOMETRY_H_
 
@@ -10,7 +10,7 @@
 
 namespace jaxconv::igemm_wgmma {
 
-// What the plan knows of a form.
+// Properties of a form that the plan uses.
 enum Trait : uint32_t {
   kPingpong = 1,     // one consumer warpgroup stores while the other multiplies
   kSwapAb = 2,       // the filter is A, the pixels are B
@@ -26,7 +26,7 @@ enum Trait : uint32_t {
 struct Instance {
   uint32_t traits;
   int64_t tile_m, tile_n;
-  int64_t stationary_k_blocks = 0;  // of the filter in shared memory, loaded once a CTA
+  int64_t stationary_k_blocks = 0;  // of the filter, in shared memory, loaded once by each CTA
   bool dynamic = false;             // tiles may be scheduled dynamically
   double throughput = 1;            // as a share of wgmma's
 
@@ -42,7 +42,7 @@ inline constexpr int64_t kMaxSlices = 512;  // of split-K
 // wgmma takes TF32 K-major only: fprop reads the filter transposed.
 bool TransposesFilter(const ConvProblem& problem);
 
-// Whether the filter is split ahead for 3xTF32 (filter_split.h).
+// Whether a kernel splits the filter ahead for 3xTF32 (filter_split.h).
 bool SplitsFilter(const Instance& instance, const ConvProblem& problem);
 
 struct Geometry {
@@ -54,10 +54,11 @@ struct Geometry {
   double taps_per_stage = 1;  // wgrad filter-row: 128-byte parts of a stage
 };
 
-// kPatches: the data gradient of windows of rows that do not overlap, without columns (folded into
-// the channels), as one of 1x1 windows. A pixel of dy times the filter is a whole patch of dx.
+// kPatches: turns the dgrad of windows that do not overlap into a pointwise dgrad. The windows have
+// rows only (columns are folded into the channels). A pixel of dy times the filter is a whole patch
+// of dx.
 Status PatchesAsPixels(const ConvProblem& problem, ConvProblem* pixels);
-// Stores the results of that problem as patches of `problem`.
+// Sets the parameters to store the results of that problem as patches of `problem`.
 void StorePatches(const ConvProblem& problem, LaunchParams* launch);
 
 // Refuses with a reason for the user.

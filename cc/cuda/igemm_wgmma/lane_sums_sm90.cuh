@@ -1,4 +1,4 @@
-// The sums of y and of y^2 of the numbers that a lane stores (statistics_sm90.cuh, sm_90a).
+// The sums of y and y^2 over the numbers that a lane stores (statistics_sm90.cuh, sm_90a).
 #ifndef JAXCONV_CUDA_IGEMM_WGMMA_LANE_SUMS_SM90_CUH_
 #define JAXCONV_CUDA_IGEMM_WGMMA_LANE_SUMS_SM90_CUH_
 
@@ -15,25 +15,25 @@
 
 namespace jaxconv::igemm_wgmma {
 
-// What the lanes of a consumer have counted and not yet written. A lane has eight of 64 channels,
-// those of its vectors of 16 bytes.
+// The sums that a consumer's lanes have formed and not yet written. A lane has eight of 64
+// channels, those of its 16-byte vectors.
 template <typename T, class Tile>
 class LaneSums {
  public:
   static_assert(Tile::kTileN == 64);
 
-  // `staging`: of the warpgroup.
+  // `staging`: the warpgroup's staging.
   explicit __device__ __forceinline__ LaneSums(uint32_t staging) : staging_(staging) {}
 
-  // Whether nothing is counted, so that pivots are wanted.
+  // Whether nothing has been summed, so that pivots are needed.
   __device__ __forceinline__ bool Fresh() const { return rows_ == 0; }
-  // The pivots: the vectors of the first eight lanes.
+  // Sets the pivots: the vectors of the first eight lanes.
   __device__ __forceinline__ void Begin(const uint4& vector) {
     const uint32_t words[4] = {vector.x, vector.y, vector.z, vector.w};
 #pragma unroll
     for (int i = 0; i < 4; ++i) pivot_[i] = __shfl_sync(0xffffffff, words[i], Lane() % 8);
   }
-  // A vector, if it is one of the output's: else it counts as the pivot.
+  // Adds a vector if it belongs to the output; otherwise the pivot is added in its place.
   __device__ __forceinline__ void Add(const uint4& vector, bool stored) {
     const uint32_t words[4] = {vector.x, vector.y, vector.z, vector.w};
 #pragma unroll
@@ -49,11 +49,12 @@ class LaneSums {
       }
     }
   }
-  // Of the pixels that the warp has counted so many are outputs.
+  // Adds the number of outputs among the pixels that the warp has summed.
   __device__ __forceinline__ void AddRows(int rows) { rows_ += rows; }
 
-  // Behind a tile: to a slot, where that is due. Through the warpgroup's staging, which nobody
-  // writes before the warps have met, at the next turn.
+  // Called after a tile; writes the sums to a slot if the slot ends with this tile. They pass
+  // through the warpgroup's staging, which no warp writes before the warps synchronise at the next
+  // turn.
   template <int kWarpgroup>
   __device__ __forceinline__ void EndTile(const Params& params, const TilePlace& place) {
     int32_t slot;
@@ -98,7 +99,7 @@ class LaneSums {
   }
 
  private:
-  // In shared memory, of each warp: sums and squares, pivots, and how many rows it has counted.
+  // In shared memory, for each warp: sums and squares, pivots, and the number of rows summed.
   static constexpr uint32_t kPivots = 4 * 64 * 8, kRows = kPivots + 4 * 64 * 2;
   static_assert(kRows + 16 <= Tile::kStagingBytes * 4);
   __device__ __forceinline__ uint32_t SumsAt(uint32_t warp) const { return staging_ + warp * 512; }
@@ -115,8 +116,7 @@ class LaneSums {
   int32_t rows_ = 0;
 };
 
-// A warpgroup's tile of 64 channels, pixels as columns, which leave by vectors -> the output and
-// its sums.
+// Stores a warpgroup's swap-AB tile of 64 channels as vectors, and forms its sums.
 template <Op kOp, int kWarpgroup, typename T, class Tile>
 __device__ __forceinline__ void StoreAndCountSwapAb(const Params& params, const TilePlace& place,
                                                     const ResidueClass& of,
@@ -131,7 +131,7 @@ __device__ __forceinline__ void StoreAndCountSwapAb(const Params& params, const 
       static_cast<T*>(params.out) + place.OutputOffset(params, n_first),
       params.out_channels * sizeof(T), row, params.gemm_n - n_first,
       [&](bool first, const uint4& vector, bool stored) {
-        // About a pixel that may be no output.
+        // The pivot may be a pixel outside the output.
         if (first && fresh) sums->Begin(vector);
         sums->Add(vector, stored);
         rows += stored ? 1 : 0;

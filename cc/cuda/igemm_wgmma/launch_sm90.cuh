@@ -1,4 +1,4 @@
-// Launching a form: pointers, tensor maps, the kernels in front of it and behind it.
+// Launches a form: pointers, tensor maps, the kernels before and after it.
 #ifndef JAXCONV_CUDA_IGEMM_WGMMA_LAUNCH_SM90_CUH_
 #define JAXCONV_CUDA_IGEMM_WGMMA_LAUNCH_SM90_CUH_
 
@@ -18,7 +18,7 @@
 namespace jaxconv::igemm_wgmma {
 
 // encode(launch, params, a, b, &maps) fills the kernel's tensor maps. Tag has kThreads and
-// kSharedBytes. `overlaps`: the kernel waits for the kernel in front of it by itself.
+// kSharedBytes. `overlaps`: the kernel itself waits for the previous kernel.
 template <auto kKernel, class Tag, class FormMaps, typename Encode>
 Status LaunchWithMaps(const Plan& plan, const Operands& operands, void* stream, bool overlaps,
                       Encode encode) {
@@ -65,8 +65,8 @@ Status LaunchWithMaps(const Plan& plan, const Operands& operands, void* stream, 
       operands.out, launch.output_is_f32 ? DType::kF32 : Tag::kType, stream);
 }
 
-// A form whose operands are im2col boxes of Tag::kPixels, in float32 rounded to TF32 or not, and
-// boxes of the filter.
+// Launches a form whose operands are im2col boxes of Tag::kPixels and boxes of the filter.
+// kWholeF32: TMA does not round float32 to TF32.
 template <auto kKernel, class Tag, bool kWholeF32 = false>
 Status LaunchForm(const Plan& plan, const Operands& operands, void* stream) {
   return LaunchWithMaps<kKernel, Tag, Maps>(

@@ -20,7 +20,7 @@ inline constexpr bool kMnMajorFilter = kOp != Op::kDgrad && sizeof(T) == 2;
 // Bytes of 64 rows of a box.
 inline constexpr int kBoxBytes = 64 * 128;
 
-// A box of pixels from `at` on, 128 bytes of their channels from `c` on.
+// Loads a box of pixels from `at` on, 128 bytes of their channels from `c` on.
 template <BoxTarget kTarget = BoxTarget::kShared>
 __device__ __forceinline__ void LoadBox(int32_t rank, uint32_t shared, const CUtensorMap* map,
                                         uint32_t barrier, int32_t c, const PixelPlace& at,
@@ -40,7 +40,7 @@ __device__ __forceinline__ void LoadBox(int32_t rank, uint32_t shared, const CUt
   }
 }
 
-// The activations of a k-block: the pixels from `at` on under its tap (filter-row: its row of
+// Loads the activations of a k-block: the pixels from `at` on under its tap (filter-row: its row of
 // taps).
 template <typename T, BoxTarget kTarget = BoxTarget::kShared, bool kFilterRow>
 __device__ __forceinline__ void LoadActivations(const Params& params, const ResidueClass& of,
@@ -54,17 +54,17 @@ __device__ __forceinline__ void LoadActivations(const Params& params, const Resi
                    of.offset0[2] + k_block.t2 * of.offset_step[2]);
 }
 
-// Boxes of 64 columns of a tile. Boxes wholly past the last column are not loaded, and what lies in
-// their place in shared memory reaches no stored result.
+// The boxes of 64 columns in a tile. Boxes wholly past the last column are not loaded; the values
+// in their place in shared memory reach no stored result.
 template <class Tile>
 __device__ __forceinline__ int FilterBoxes(const Params& params, int32_t n_first) {
   return min(Tile::kTileN / 64, (params.gemm_n - n_first + 63) / 64);
 }
 
 // The filter under one tap: `boxes` of 64 columns from column n on, a k-block of the reduction from
-// `channel` on. fprop has K along n and C along the reduction, dgrad the reverse; the map is
-// (K, C, tap), or (C, K, tap) for fprop in float32 and for a filter stored as krsc, which has one
-// group. A group's part begins somewhere along K.
+// `channel` on. fprop has K along n and C along the reduction, dgrad the reverse; the map is (K, C,
+// tap), or (C, K, tap) for fprop in float32 and for a filter stored as krsc, which has one group. A
+// group's channels begin at its own offset along K.
 template <Op kOp, typename T, class Tile, BoxTarget kTarget = BoxTarget::kShared>
 __device__ __forceinline__ void LoadFilter(uint32_t shared, const CUtensorMap* map,
                                            uint32_t barrier, int boxes, int32_t n, int32_t channel,

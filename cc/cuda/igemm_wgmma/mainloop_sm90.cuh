@@ -14,20 +14,21 @@
 
 namespace jaxconv::igemm_wgmma {
 
-// A residue class without taps (channel0 > 0) is stored as zeros, and nothing is loaded: strided
+// Whether a residue class without taps (channel0 > 0) is stored as zeros without any load: strided
 // dgrad of a small filter has many such tiles. In fprop they are rare, and the second call of the
-// store cost its short launches 3 %: there, in filter-row and in swap-AB they are a k-block of
+// store costs short launches 3 %. fprop, filter-row and swap-AB therefore multiply a k-block of
 // zeros.
 template <Op kOp, class Tile>
 inline constexpr bool kStoresZeros = kOp == Op::kDgrad && !Tile::kFilterRow && !Tile::kSwapAb;
 
-// Whether a tile has rows: of residue classes of different sizes, the smaller leave tiles empty.
+// Whether a tile has rows: where residue classes differ in size, tiles of the smaller ones are
+// empty.
 template <class Tile>
 __device__ __forceinline__ bool HasRows(const ResidueClass& of, const TilePlace& place) {
   return place.m_tile * Tile::kTileM < of.rows;
 }
 
-// Loads of a tile's activations; 0: its outputs, if there are any, are zeros.
+// The number of loads of a tile's activations. 0: the outputs, if any, are zeros.
 template <Op kOp, class Tile>
 __device__ __forceinline__ int32_t KBlocksOf(const Params& params, const TilePlace& place) {
   const ResidueClass& of = params.residue_class[place.residue_class];
@@ -36,7 +37,7 @@ __device__ __forceinline__ int32_t KBlocksOf(const Params& params, const TilePla
   return min(params.k_blocks_per_slice, of.k_blocks - place.slice * params.k_blocks_per_slice);
 }
 
-// A tile as the producer sees it.
+// The producer's view of a tile.
 template <Op kOp, typename T, class Tile>
 struct ProducedTile {
   const Params& params;
@@ -50,7 +51,7 @@ struct ProducedTile {
   const int32_t tap_of_batch, a_channel, b_channel;
   KBlock<Tile::kFilterRow> k_block;
 
-  // From k-block `from` of the reduction on.
+  // The reduction from k-block `from` on.
   __device__ __forceinline__ ProducedTile(const Params& params, const Maps& maps,
                                           const TilePlace& place, int32_t from)
       : params(params),
@@ -75,7 +76,8 @@ struct ProducedTile {
     LoadActivations<T>(params, of, k_block, shared, &maps.a[residue_class], barrier, a_channel,
                        pixel);
   }
-  // The filter under a tap of the k-block's row, counted from its first; of 3xTF32 its small part.
+  // Loads the filter under a tap of the k-block's filter row, counted from the row's first; 3xTF32:
+  // `small` selects the small part.
   __device__ __forceinline__ void LoadB(uint32_t shared, uint32_t barrier, int32_t t0 = 0,
                                         bool small = false) const {
     const int32_t tap = tap_of_batch + k_block.Tap(of) + t0 * of.filter_step[0];
@@ -83,8 +85,8 @@ struct ProducedTile {
                              of.channel0 + k_block.channel_block * kKBlockChannels<T>, b_channel,
                              small ? tap + params.filter_taps * params.batches.divisor : tap);
   }
-  // The first pixels and a tap of the filter, each CTA another one, into L2. It may run while the
-  // kernel in front still writes them: L2 is the point of coherence.
+  // Prefetches to L2 the first pixels and one tap of the filter, a different one in each CTA. This
+  // is safe while the previous kernel still writes them: L2 is the point of coherence.
   __device__ __forceinline__ void Prefetch() const {
     LoadActivations<T, BoxTarget::kL2>(params, of, k_block, 0, &maps.a[residue_class], 0, a_channel,
                                        pixel);
@@ -94,7 +96,7 @@ struct ProducedTile {
   }
 };
 
-// The producer, one thread. kParts: of the filter, behind each other in a stage.
+// The producer, one thread. kParts: parts of the filter, which follow each other in a stage.
 template <Op kOp, typename T, class Tile, int kParts = 1>
 __device__ __forceinline__ void ProduceStages(const Params& params, const Maps& maps, uint32_t ring,
                                               const Barriers<Tile>& barriers) {
@@ -106,7 +108,7 @@ __device__ __forceinline__ void ProduceStages(const Params& params, const Maps& 
     if (kStoresZeros<kOp, Tile> && of.channel0 > 0) continue;
     ProducedTile<kOp, T, Tile> tile(params, maps, place);
     if (index == blockIdx.x) tile.Prefetch();
-    // So late, because nothing before reads what the kernel in front may write.
+    // This late, because nothing above reads memory that the previous kernel may write.
     WaitForPrecedingGrids();
     for (int32_t i = 0; i < tile.k_blocks; ++i) {
       BarrierWait(barriers.Empty(stage.slot), stage.parity ^ 1);
@@ -124,9 +126,9 @@ __device__ __forceinline__ void ProduceStages(const Params& params, const Maps& 
   }
 }
 
-// A consumer warpgroup's products of a tile, of its rows of A from `first_row` on: starts the wgmma
-// of every k-block, and returns the slot of the last one, which is still in flight. A stage is
-// given back one k-block late, so that one wgmma always is.
+// A consumer warpgroup's mainloop over the rows of A from `first_row` on: issues the wgmma of every
+// k-block and returns the slot of the last one, which is still in flight. A stage is freed one
+// k-block late, so that one wgmma is always in flight.
 template <Op kOp, typename T, class Tile>
 __device__ __forceinline__ uint32_t MultiplyKBlocks(int32_t k_blocks, uint32_t first_row,
                                                     uint32_t ring, const Barriers<Tile>& barriers,

@@ -6,15 +6,15 @@
 //             reduction = taps x K / groups
 //
 // A k-block of the reduction is one tap and 128 bytes of channels: one TMA im2col box of tile_m
-// pixels, and tile_n / 64 boxes of the filter. cooperative_sm90.cuh says more of the loads, and what
-// is refused.
+// pixels, and tile_n / 64 boxes of the filter. cooperative_sm90.cuh explains the loads and lists
+// what is refused.
 //
 //     time            ->
 //     consumer 0      | multiply tile 0 | store 0        | multiply tile 2 | store 2 ...
 //     consumer 1                        | multiply tile 1 | store 1        | multiply tile 3 ...
 //     producer        | loads of tile 0 | of tile 1       | of tile 2 ...
 //
-// Two kinds of tiles: pixels as rows (Pingpong), and for few output channels the filter's 64
+// There are two kinds of tiles: pixels as rows (Pingpong); and, for few output channels, 64 output
 // channels as rows and up to 256 pixels as columns (SwapAb, swap_ab_tile_sm90.cuh).
 //
 // Persistent: CTA b processes tiles b, b + gridDim.x, ..., consumer 0 the first, third, ... of
@@ -23,11 +23,11 @@
 // or 240.
 //
 // Full(s) and Empty(s) as in cooperative_sm90.cuh, with one consumer warpgroup a stage. Named
-// barriers 1 and 2 hand the tensor cores over: a consumer waits for its own before its mainloop,
-// and arrives at the other's behind it. 3 and 4 order the staging of a swap-AB tile.
+// barriers 1 and 2 pass the tensor cores on: a consumer waits at its own before its mainloop and
+// arrives at the other's after it. Barriers 3 and 4 order the staging of a swap-AB tile.
 //
-// Bound by the tensor cores. Of the 22 us of 64 images of 28x28, 128 to 128 channels, 3x3, 15.8 are
-// wgmma; the first load, the changes of turns and the last store are the rest.
+// Bound by the tensor cores. Example: 64 images of 28x28, 128 to 128 channels, 3x3, take 22 us,
+// 15.8 of them wgmma; the first load, the changes of turns and the last store take the rest.
 #ifndef JAXCONV_CUDA_IGEMM_WGMMA_PINGPONG_SM90_CUH_
 #define JAXCONV_CUDA_IGEMM_WGMMA_PINGPONG_SM90_CUH_
 
@@ -43,7 +43,7 @@
 
 namespace jaxconv::igemm_wgmma {
 
-// A consumer warpgroup's tile -> the output, of both kinds of tiles.
+// Stores a consumer warpgroup's tile of either kind.
 template <Op kOp, typename T, class Tile, class Epilogue, int kWarpgroup, class Terms>
 __device__ __forceinline__ void StorePingpongTile(const Params& params, const TilePlace& place,
                                                   const ResidueClass& of,
@@ -61,7 +61,7 @@ __device__ __forceinline__ void StorePingpongTile(const Params& params, const Ti
   }
 }
 
-// The same of a result whose statistics are asked for.
+// The same for a result whose statistics are requested.
 template <Op kOp, typename T, class Tile, int kWarpgroup, class Sums>
 __device__ __forceinline__ void StoreCountedTile(const Params& params, const TilePlace& place,
                                                  const ResidueClass& of,
@@ -87,12 +87,12 @@ __device__ __forceinline__ void ConsumePingpong(const Params& params, uint32_t r
   const uint32_t staging = ring + Tile::kStagingAt + kWarpgroup * 4 * Tile::kStagingBytes;
   ConsumerSums<kCounts, T, Tile> sums(staging);
   if (kWarpgroup == 1) NamedBarrierArrive(1, 256);  // consumer 0 has the first turn
-  // A consumer strides over its own tiles: where it walked over all and counted turns, the compiler
-  // took one consumer's descriptors for different in its threads.
+  // A consumer strides over its own tiles. If it iterated over all tiles and counted turns, the
+  // compiler would treat its descriptors as different in each thread.
   const int32_t stride = gridDim.x;
   for (int32_t index = blockIdx.x + kWarpgroup * stride; index < params.tiles;
        index += 2 * stride) {
-    if (index >= stride) {  // the other's tile before
+    if (index >= stride) {  // the other consumer's previous tile
       const TilePlace other(params, index - stride);
       stage.Skip(KBlocksOf<kOp, Tile>(params, other));
     }
@@ -102,7 +102,7 @@ __device__ __forceinline__ void ConsumePingpong(const Params& params, uint32_t r
     SwapAbTerms<Epilogue> terms;
     if constexpr (Tile::kSwapAb && !kCounts) terms.Load(params, place);
     if constexpr (!kCounts) {
-      // The first, or each where tiles have different columns.
+      // For the first tile, or for each if tiles have different columns.
       if (index < 2 * stride || params.n_tiles.divisor * params.groups.divisor > 1) {
         StageTerms<T, Tile, Epilogue>(params, place,
                                       staging + Thread() / 32 % 4 * Tile::kStagingBytes);
@@ -120,7 +120,7 @@ __device__ __forceinline__ void ConsumePingpong(const Params& params, uint32_t r
     if (k_blocks == 0) {
       NamedBarrierArrive(2 - kWarpgroup, 256);
       if constexpr (kStoresZeros<kOp, Tile>) {
-        // A call of its own: zeros joined with the accumulators below would spill them.
+        // A separate call: merging these zeros with the accumulators below would spill them.
         if (HasRows<Tile>(of, place)) store({});
       }
       continue;
@@ -193,14 +193,14 @@ struct Pingpong
     : PingpongForm<kOp, kType,
                    WgmmaTile<2, true, kBlocks, kN, 0, kStages, false, 0, 0, kStagingBytes>> {};
 
-// The same tiles of at most 48 channels, of whose k-blocks three quarters are multiplied.
+// The same tiles for at most 48 channels: only three quarters of a k-block are multiplied.
 template <Op kOp, DType kType, int kBlocks, int kN, int kStages, int kStagingBytes>
 struct PingpongC48
     : PingpongForm<kOp, kType,
                    WgmmaTile<2, true, kBlocks, kN, 0, kStages, false, 0, 0, kStagingBytes, 3>> {};
 
-// The same tiles of a data gradient whose columns are the elements of a patch: a pixel of dy times
-// the filter is a whole patch of dx, R rows of S C elements that lie apart.
+// The same tiles for a dgrad of windows that do not overlap. The columns are the elements of a
+// patch: a pixel of dy times the filter is a whole patch of dx, R separate rows of S C elements.
 template <class Tile>
 struct PatchTile : Tile {
   static constexpr bool kPatches = true;

@@ -15,31 +15,31 @@ namespace {
 
 // Partial results of split-K take at most this much workspace.
 constexpr int64_t kMaxWorkspaceBytes = 64'000'000;
-// A slice of fewer k-blocks spends more time on filling the ring than on its sum.
+// A slice of fewer k-blocks takes longer to fill the ring than to multiply.
 constexpr int64_t kMinKBlocksPerSlice = 4;
-// Dynamic scheduling pays from so many bytes of activations on, those read and those written: 205
-// MB are 3 to 5 % faster so, 128 MB 4 % slower. And, without a stationary filter, up to so many
-// operations a byte: 85 are 10 % faster, 102 1 % slower.
+// Tiles are scheduled dynamically above this many bytes of activations, read and written: with 205
+// MB dynamic scheduling is 3 to 5 % faster, with 128 MB 4 % slower. Without a stationary filter
+// also only below this many operations a byte: with 85 it is 10 % faster, with 102 1 % slower.
 constexpr int64_t kDynamicFromBytes = 200'000'000;
 constexpr int64_t kDynamicOperationsPerByte = 100;
-// And where a tile moves so many bytes: taking a tile from the counter takes 0.95 us, in which an
-// SM moves about 32 KB. A tile of 14 KB (16 to 96 channels of 112x112 maps) made a layer twice as
+// And only if a tile moves at least this many bytes: the atomic for a tile takes 0.95 us, in which
+// an SM moves about 32 KB. Tiles of 14 KB (16 to 96 channels of 112x112 maps) made a layer twice as
 // slow.
 constexpr int64_t kDynamicTileBytes = 32 * 1024;
 
-// Of a pingpong CTA.
+// Consumer warpgroups of a pingpong CTA.
 constexpr int64_t kConsumers = 2;
 
-// Nanoseconds of an SM for an output whose statistics are formed, beside the merging kernel. With
-// pixels as rows: where sums of so many products hide the store, and where not; where the filter
-// stays, by whether at most 128 channels leave memory time for it. Of swap-AB: where it is
-// pointwise, stored by TMA, or not.
+// SM time of the statistics in ns for each output element, without the merging kernel. Pixels as
+// rows: reductions of at least kLongSum, which hide the store, and shorter ones; weight-stationary,
+// with more than 128 input channels and with at most 128 (C128), where memory time hides more.
+// Swap-AB: pointwise, stored by TMA, and the others.
 constexpr int64_t kLongSum = 1024;
 constexpr double kLongSumStatistics = 0.018, kShortSumStatistics = 0.065;
 constexpr double kStationaryStatistics = 0.035, kStationaryStatisticsC128 = 0.015;
 constexpr double kPointwiseSwapAbStatistics = 0.006, kSwapAbStatistics = 0.016;
 
-// The forms' traits, by the names in kernels.def.
+// The traits of each form, named as in kernels.def.
 constexpr uint32_t kTraitsOfCooperative = 0, kTraitsOfWgradCooperative = 0,
                    kTraitsOfWgradMmaSync = 0, kTraitsOfPingpong = kPingpong,
                    kTraitsOfWgradPingpong = kPingpong, kTraitsOfSwapAb = kPingpong | kSwapAb,
@@ -53,8 +53,8 @@ constexpr uint32_t kTraitsOfCooperative = 0, kTraitsOfWgradCooperative = 0,
                    kTraitsOfThreeTf32 = kThreeTf32, kTraitsOfWgradThreeTf32 = kThreeTf32,
                    kTraitsOfCluster = kCluster, kTraitsOfWgradFilterRow = kFilterRow;
 
-// Whether the fused form of an instance gives the statistics of y (statistics_sm90.cuh): of 16-bit
-// results in pingpong, whose tiles lie in the output's rows.
+// Whether the fused form of an instance forms the statistics of y (statistics_sm90.cuh): pingpong
+// forms with 16-bit results whose tiles are rows of the output.
 bool HasStatistics(const KernelDesc& kernel) {
   const auto& instance = *static_cast<const Instance*>(kernel.instance);
   if (kernel.op != Op::kFprop || kernel.dtype == DType::kF32) return false;
@@ -78,8 +78,8 @@ int64_t PartialBytes(const Instance& instance, const Geometry& geometry, int64_t
              : 0;
 }
 
-// Whether tiles are scheduled dynamically: SMs progress at different speeds, and so they end at the
-// same time, at the price of a launch that resets the counters.
+// Whether tiles are scheduled dynamically. SMs progress at different speeds; dynamic scheduling
+// makes them end together, at the price of a launch that resets the counters.
 bool Dynamic(const Instance& instance, const ConvProblem& problem) {
   if (!instance.dynamic) return false;
   // A stride skips pixels of x.
@@ -95,8 +95,8 @@ bool Dynamic(const Instance& instance, const ConvProblem& problem) {
          (instance.WeightStationary() || problem.flops() < kDynamicOperationsPerByte * bytes);
 }
 
-// Slices have the same length but the last; none may be empty, except in clusters. Wgrad filter-row
-// deals its loads out in turn.
+// All slices but the last have the same length; none may be empty, except in clusters. wgrad
+// filter-row assigns its k-blocks round-robin.
 bool NoneEmpty(const Instance& instance, const ConvProblem& problem, int64_t k_blocks,
                int64_t slices) {
   if (problem.op == Op::kWgrad && instance.Is(kFilterRow)) return slices <= k_blocks;
@@ -104,10 +104,11 @@ bool NoneEmpty(const Instance& instance, const ConvProblem& problem, int64_t k_b
 }
 
 int64_t MostSlices(const Instance& instance, const ConvProblem& problem, const Geometry& geometry) {
-  // The moments of a tile are those of whole sums.
+  // Statistics need complete sums, so no split-K.
   if (problem.epilogue.statistics) return 1;
   if (instance.Is(kCluster)) return std::min<int64_t>(geometry.k_blocks, kMaxClusterCtas);
-  // Residue classes have reductions of different lengths, and a stationary filter is whole.
+  // Residue classes have reductions of different lengths, and a stationary filter holds the whole
+  // reduction.
   if (geometry.launch.kernel.residue_classes > 1 || instance.WeightStationary() ||
       instance.Is(kPointwise) || instance.Is(kPatches)) {
     return 1;
@@ -119,8 +120,9 @@ int64_t MostSlices(const Instance& instance, const ConvProblem& problem, const G
       1, std::min({taps / kMinKBlocksPerSlice, kMaxWorkspaceBytes / partial, kMaxSlices}));
 }
 
-// Which tiles' sums the consumers of a CTA join: where a CTA keeps to a range of columns, all tiles
-// that are the CTAs' in turn, and of dynamically scheduled ones so many as no SM is behind with.
+// Tiles whose statistics a consumer joins into one slot. This needs CTAs that stay in one range of
+// columns. Static scheduling joins all tiles. Dynamic scheduling joins the first 7/8 of the rounds,
+// which are assigned round-robin: no SM falls further behind than the rest.
 void JoinTiles(const Params& params, int64_t ctas, bool dynamic, EpilogueParams* epilogue) {
   const int64_t n_tiles = params.n_tiles.divisor, m_tiles = params.m_tiles.divisor;
   if (params.groups.divisor > 1 || ctas % n_tiles != 0) return;
@@ -132,11 +134,12 @@ void JoinTiles(const Params& params, int64_t ctas, bool dynamic, EpilogueParams*
   epilogue->joined_slots = static_cast<int32_t>(slots);
 }
 
-// The instance whose device code reads the filter as it is stored: fprop's of dgrad's krsc, and the
-// reverse.
+// The instance whose device code reads the filter as it is stored: for krsc, dgrad's code serves
+// fprop and fprop's serves dgrad.
 const KernelDesc* KernelOf(const KernelDesc& kernel, const ConvProblem& problem) {
   if (KernelOp(problem) == kernel.op) return &kernel;
-  const std::string_view rest = std::string_view(kernel.name).substr(5);  // past "fprop" or "dgrad"
+  const std::string_view rest = std::string_view(kernel.name).substr(5);  // after "fprop" or
+                                                                          // "dgrad"
   static const std::vector<KernelDesc> kernels = Kernels();
   for (const KernelDesc& other : kernels) {
     const std::string_view name = other.name;
@@ -192,13 +195,13 @@ Status PlanIgemmWgmma(const KernelDesc& kernel, const ConvProblem& asked, const 
   params.slice_elements = partial_bytes > 0 ? launch->output_elements : 0;
   params.out_is_f32 = partial_bytes > 0 || launch->output_is_f32;
   params.tiles = static_cast<int32_t>(geometry.tiles * grid_slices);
-  // A cluster's CTAs have one tile; others are persistent. With a stationary filter a CTA keeps its
-  // range of output channels.
+  // A cluster processes one tile; other forms are persistent. With a stationary filter a CTA stays
+  // in its range of output channels.
   const int64_t ranges = instance.WeightStationary() ? params.n_tiles.divisor : 1;
   const int64_t persistent = std::max<int64_t>(1, gpu.sm_count / ranges) * ranges;
   launch->ctas = static_cast<int32_t>(
       instance.Is(kCluster) ? params.tiles * slices : std::min<int64_t>(params.tiles, persistent));
-  // The workspace: the transposed or split filter, then the partial results; or the counters.
+  // The workspace holds the transposed or split filter, then the partial results; or the counters.
   if (SplitsFilter(instance, problem)) {
     launch->partial_offset = launch->filter_split.bytes();
   } else if (TransposesFilter(problem)) {
@@ -228,10 +231,10 @@ Status PlanIgemmWgmma(const KernelDesc& kernel, const ConvProblem& asked, const 
   return {};
 }
 
-// 16-bit results are finished on the fragments, other activations than clamps by a loop, whose turns
-// are shorter where 192 accumulators leave few registers. A residual costs what its loads expose:
-// hardly anything where slots of its own bring it (slot_store_sm90.cuh), most where 192 accumulators
-// leave no registers to load ahead and in swap-AB, whose warps meet twice for 32 pixels.
+// 16-bit results go through the epilogue on the fragments; activations other than clamps run in a
+// loop, in smaller parts where 192 accumulators leave few registers. A residual costs the latency
+// that is exposed: almost none with slots (slot_store_sm90.cuh), most with 192 accumulators, which
+// leave no registers to load ahead, and in swap-AB, whose warps synchronise twice for 32 pixels.
 EpilogueCost EpilogueCostOf(const KernelDesc& kernel) {
   const auto& instance = *static_cast<const Instance*>(kernel.instance);
   EpilogueCost cost;

@@ -1,5 +1,5 @@
-// igemm_wgmma: implicit GEMM by wgmma and TMA, for sm_90 alone. kernels.def lists its instances,
-// one kernel file each form. Plain C++.
+// igemm_wgmma: implicit GEMM by wgmma and TMA, for sm_90a only. kernels.def lists its instances;
+// each form has a kernel file. Plain C++.
 #ifndef JAXCONV_CUDA_IGEMM_WGMMA_PLAN_H_
 #define JAXCONV_CUDA_IGEMM_WGMMA_PLAN_H_
 

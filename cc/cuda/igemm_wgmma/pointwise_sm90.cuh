@@ -1,10 +1,10 @@
-// igemm_wgmma, pointwise: 1x1 convolutions, which memory bounds; two consumer warpgroups in
-// pingpong (sm_90a). The map from convolution to GEMM is that of cooperative_sm90.cuh; a stride is
-// TMA's.
+// igemm_wgmma, pointwise: 1x1 convolutions, which are bound by memory; two consumer warpgroups in
+// pingpong (sm_90a). The map from convolution to GEMM is that of cooperative_sm90.cuh; TMA applies
+// a stride.
 //
-// The filter's k-blocks for a CTA's range of output channels stay in shared memory (all but
-// 128x128): L2 then delivers activations alone. Tiles may be scheduled dynamically, by an atomic
-// counter for each range, because SMs progress at different speeds:
+// Weight-stationary (all tiles but 128x128): the filter's k-blocks for a CTA's range of output
+// channels stay in shared memory, so L2 delivers activations alone. Tiles may be scheduled
+// dynamically, by an atomic counter for each range, because SMs progress at different speeds:
 //
 //     producer    asks for the next tile's index while it loads a tile, writes the index beside
 //                 the stage at which the tile begins, and past the last tile params.tiles
@@ -12,16 +12,16 @@
 //
 // Shared memory of 64x256: 8 stages of 8 KB, 4 k-blocks of 32 KB of the filter, 32 KB of staging;
 // c128 (at most 128 input channels): 16 stages, 2 k-blocks; 256x64 swap-AB: 4 stages of 32 KB, 4
-// k-blocks of 8 KB, 64 KB of staging, a tile of each consumer, which TMA stores; 128x128: 6 stages
+// k-blocks of 8 KB, 64 KB of staging, one tile for each consumer, stored by TMA; 128x128: 6 stages
 // of (16 + 16) KB, 32 KB. Registers: producer 40, consumers 232.
 //
-// Fused results are stored from slots, over a residual if there is one (slot_store_sm90.cuh); the ring of
-// k-blocks is shorter then.
+// Fused results are stored from slots, which first hold the residual if there is one
+// (slot_store_sm90.cuh); the ring of k-blocks is then shorter.
 //
 // Full(s), Empty(s), named barriers: as in pingpong_sm90.cuh. Stationary(k): k-block k of the
 // filter has arrived, waited for in a consumer's first tile. Refused, beside what
-// cooperative_sm90.cuh refuses: filters of more than one tap, strided dgrad; where the filter
-// stays, filters that do not fit, groups, batches.
+// cooperative_sm90.cuh refuses: filters of more than one tap, strided dgrad; weight-stationary:
+// filters that do not fit, groups, batches.
 #ifndef JAXCONV_CUDA_IGEMM_WGMMA_POINTWISE_SM90_CUH_
 #define JAXCONV_CUDA_IGEMM_WGMMA_POINTWISE_SM90_CUH_
 
@@ -41,20 +41,21 @@
 
 namespace jaxconv::igemm_wgmma {
 
-// Beside Barriers: for each consumer, whether the other one has met the end of the tiles; and for each
-// stage a word, the tile that begins there.
+// Extends Barriers by one barrier for each consumer, which the other consumer completes at the end
+// of the tiles, and by one word for each stage, the index of the tile that begins there.
 //
 // Arrivals have release semantics, waits and tests acquire semantics at CTA scope, of the accesses of
 // their own thread. The producer writes a stage's word between its wait for Empty(s) and its arrival at
 // Full(s). A thread of each warp of a consumer reads it, and arrives at Empty(s) itself.
 template <class Tile>
 struct PointwiseBarriers : Barriers<Tile> {
-  static constexpr int kReaders = 4;  // arrivals that free a stage, of the warps of a consumer
+  static constexpr int kReaders = 4;  // arrivals that free a stage: one for each warp of a consumer
   using Barriers<Tile>::kCount;
   static constexpr int kWords = kCount + 2 + (Tile::kStages + 1) / 2;
-  // Whose first phase the other consumer completes at the end, before it arrives at the named barrier
-  // behind which a consumer asks. Were it one for both, a consumer's first warp could complete it before
-  // the last has asked, which would then leave without its arrival.
+  // The other consumer completes this barrier's first phase at the end, before it arrives at the
+  // named barrier that precedes this consumer's test. Each consumer needs its own barrier: with a
+  // shared one, a consumer's first warp could complete it before the last warp has tested, and that
+  // warp would leave without its arrival.
   __device__ __forceinline__ uint32_t Ended(int consumer) const {
     return this->first + (kCount + consumer) * 8;
   }
@@ -69,16 +70,16 @@ struct PointwiseBarriers : Barriers<Tile> {
   }
 };
 
-// The producer's next tile: round-robin, or the next of the CTA's range that no CTA has taken. A
-// stationary filter keeps a CTA to its range.
+// The producer's next tile: round-robin, or the next tile in the CTA's range of columns that no CTA
+// has taken. With a stationary filter a CTA stays in its range.
 template <class Tile, class Epilogue>
 struct TileOrder {
   int32_t index = blockIdx.x;
   int32_t next = 0, turn = 0;
 
-  // An atomic takes a microsecond, so it is issued while a tile is loaded, and not before the
-  // kernel in front has ended, which resets the counters. Tiles whose sums are joined
-  // (statistics_sm90.cuh) are the CTAs' in turn.
+  // An atomic takes a microsecond, so it is issued while a tile is loaded. It must follow the end
+  // of the previous kernel, which resets the counters. Tiles whose sums are joined
+  // (statistics_sm90.cuh) are assigned round-robin.
   __device__ __forceinline__ void Ask(const Params& params) {
     const int32_t joined =
         Epilogue::kPlain ? 0 : params.epilogue.joined_tiles * params.n_tiles.divisor;
@@ -91,13 +92,13 @@ struct TileOrder {
   __device__ __forceinline__ void Next() { index = next; }
 };
 
-// Of 16-bit results in the output's rows; others have the staging.
+// Slots serve 16-bit results that lie in the output's rows; other results use the staging.
 template <Op kOp, typename T, class Tile, class Epilogue>
 inline constexpr bool kHasSlots =
     !Epilogue::kPlain && kOp == Op::kFprop && sizeof(T) == 2 && !Tile::kSwapAb;
 
-// Calls run(SlotsOf<...>) with what the results are written over. Loops of their own, because their rings
-// differ.
+// Calls run(SlotsOf<...>) with the kind of slots that the results overwrite. Each kind has its own
+// loop, because their rings differ.
 template <Op kOp, typename T, class Tile, class Epilogue, class Run>
 __device__ __forceinline__ void WithSlots(const Params& params, const Run& run) {
   if constexpr (kHasSlots<kOp, T, Tile, Epilogue>) {
@@ -108,7 +109,7 @@ __device__ __forceinline__ void WithSlots(const Params& params, const Run& run) 
         run(SlotsOf<Slots::kResidual>());
         return;
       }
-      // The shorter ring costs more than the staging where it also holds the filter.
+      // For a ring that also holds the filter, shortening it costs more than the staging does.
       if constexpr (Tile::kStationary > 0) {
         run(SlotsOf<Slots::kEmpty>());
         return;
@@ -118,14 +119,14 @@ __device__ __forceinline__ void WithSlots(const Params& params, const Run& run) 
   run(SlotsOf<Slots::kNone>());
 }
 
-// Where a tile is.
+// The position of a tile.
 template <Slots kSlots>
 __device__ __forceinline__ TilePlace PointwisePlace(const Params& params, int32_t index) {
   if constexpr (kSlots != Slots::kNone) return TilePlace::OfRows(params, index);
   return TilePlace(params, index);
 }
 
-// Stages of k-blocks.
+// The number of k-block stages.
 template <class Tile, Slots kSlots>
 inline constexpr int kKBlockStages =
     kSlots == Slots::kNone ? Tile::kStages : SlotRing<Tile>::kKBlockStages;
@@ -144,7 +145,7 @@ __device__ __forceinline__ void ProducePointwise(const Params& params, const Map
     queue.Push(order.turn, index);
     ProducedTile<kOp, T, Tile> tile(params, maps, PointwisePlace<kSlots>(params, index));
     if (index == blockIdx.x) tile.Prefetch();
-    // So late, because nothing before reads what the kernel in front may write.
+    // This late, because nothing above reads memory that the previous kernel may write.
     WaitForPrecedingGrids();
     order.Ask(params);
     for (int32_t i = 0; i < tile.k_blocks; ++i) {
@@ -160,7 +161,7 @@ __device__ __forceinline__ void ProducePointwise(const Params& params, const Map
         tile.LoadB(shared + Tile::kBytesA, barrier);
       } else if (index == blockIdx.x) {
         // The grid is a multiple of n_tiles: all tiles of a CTA have the same columns. There is one
-        // tap; the loop keeps the compiler from making two copies of the k-block loop around it.
+        // tap: without this loop the compiler makes two copies of the k-block loop.
         for (int32_t t = 0; t < tile.of.taps[0]; ++t) {
           const uint32_t at = i * tile.of.taps[0] + t;
           BarrierArriveExpect(barriers.Stationary(at), tile.boxes * kBoxBytes);
@@ -168,7 +169,7 @@ __device__ __forceinline__ void ProducePointwise(const Params& params, const Map
         }
       }
       if constexpr (kSlots != Slots::kNone) {
-        ++tile.k_block.channel_block;  // of one tap, as the registers for three axes are short
+        ++tile.k_block.channel_block;  // one tap: registers are too few to advance three axes
       } else {
         tile.k_block.Next(tile.of);
       }
@@ -180,8 +181,8 @@ __device__ __forceinline__ void ProducePointwise(const Params& params, const Map
   queue.Push(order.turn, params.tiles);
 }
 
-// A consumer warpgroup: all tiles have the same number of k-blocks. A tile's index is read before
-// the product that gives its stage back.
+// A consumer warpgroup. All tiles have the same number of k-blocks. It reads a tile's index before
+// the product that frees the stage.
 template <Op kOp, typename T, class Tile, class Epilogue, bool kWholeRows, Slots kSlots,
           int kWarpgroup>
 __device__ __forceinline__ void ConsumePointwise(const Params& params, const Maps& maps,
@@ -208,7 +209,8 @@ __device__ __forceinline__ void ConsumePointwise(const Params& params, const Map
     NamedBarrierSync(1 + kWarpgroup, 256);
     if (BarrierTest(barriers.Ended(kWarpgroup), 0)) break;
     BarrierWait(barriers.Full(stage.slot), stage.parity);
-    // Of lane 0, which arrives at Empty(s); the others learn of the end first.
+    // Valid in lane 0, which arrives at Empty(s); before that, the other lanes learn whether the
+    // tiles have ended.
     int32_t index = 0;
     if (signals) index = static_cast<int32_t>(LoadWord(barriers.TileAt(stage.slot)));
     if (__any_sync(0xffffffff, index >= params.tiles)) {
@@ -281,7 +283,7 @@ __device__ __forceinline__ void ConsumePointwise(const Params& params, const Map
           sums.template EndTile<kWarpgroup>(params, place);
         }
       } else if constexpr (kHasSlots<kOp, T, Tile, Epilogue> && Tile::kStationary > 0) {
-        // What clamps has slots.
+        // Clamping epilogues use slots.
         StageTerms<T, Tile, Epilogue>(params, place, staging);
         StoreActivatedTile<kOp, T, Tile>(params, place, of, acc, m_first, staging, epilogue);
         FinishTile<Tile>(params, place, of, epilogue);
@@ -343,8 +345,7 @@ __global__ void __launch_bounds__(Tag::kThreads, 1)
   }
 }
 
-// kWholeRows: results are stored in whole rows of 256 columns, where a k-block or two are all there
-// is.
+// kWholeRows: stores results in whole rows of 256 columns; for reductions of one or two k-blocks.
 template <Op kOp_, DType kType_, class Tile_, bool kWholeRows_>
 struct PointwiseForm : Tile_ {
   static constexpr Op kOp = kOp_;

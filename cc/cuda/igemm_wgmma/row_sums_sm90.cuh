@@ -1,12 +1,12 @@
-// The sums of y and of y^2 of tiles with 192 accumulators, on the FMA pipe (statistics_sm90.cuh,
+// The sums of y and y^2 for tiles with 192 accumulators, on the FMA pipe (statistics_sm90.cuh,
 // sm_90a).
 //
-// Accuracy, here and in lane_sums_sm90.cuh. A consumer counts y - p in float32, with p the first of
-// a channel's numbers that it meets: neither these nor their squares have digits that a large mean
-// takes. A difference of 16-bit numbers is rounded once at most, and an addition loses 2^-24 of the
-// sum. Of n numbers of which p is one, sum (y - p)^2 <= (1 + n) M, M being their squared deviations
-// from the mean, and 2 M where p is such a number as the others are. At the end the sums become
-// those of y and y^2, in double.
+// Accuracy, here and in lane_sums_sm90.cuh. A consumer sums y - p and (y - p)^2 in float32. The
+// pivot p is the first y that it meets in a channel, so a large mean takes no digits. A difference
+// of 16-bit numbers is rounded at most once, and an addition has the relative error 2^-24. Let M be
+// the sum of squared deviations of n numbers from their mean. If p is one of them, sum (y - p)^2 <=
+// (1 + n) M; for a random one the expectation is 2 M. At the end the sums are converted to those of
+// y and y^2, in double.
 #ifndef JAXCONV_CUDA_IGEMM_WGMMA_ROW_SUMS_SM90_CUH_
 #define JAXCONV_CUDA_IGEMM_WGMMA_ROW_SUMS_SM90_CUH_
 
@@ -29,7 +29,7 @@ __device__ __forceinline__ void UnpackFour(uint32_t first, uint32_t second, floa
   UnpackWord<T>(second, pair), four[2] = pair[0], four[3] = pair[1];
 }
 
-// Numbers of a lane about a pivot: to `sum` and `squares`.
+// Adds a lane's numbers, less their pivot, to `sum` and `squares`.
 template <int kCount>
 __device__ __forceinline__ void AddAbout(const float (&pivot)[kCount],
                                          const float (&values)[kCount], float (&sum)[kCount],
@@ -42,17 +42,17 @@ __device__ __forceinline__ void AddAbout(const float (&pivot)[kCount],
   }
 }
 
-// The sum, in lanes with `second` the squares, of n numbers themselves, from those about the pivot;
-// the lane that is 8 apart has the other of the two.
+// Converts a sum about the pivot to the sum of the n numbers themselves; in lanes with `second`,
+// the sum of squares. The lane at a distance of 8 has the other sum.
 __device__ __forceinline__ double AboutZero(float about_pivot, float pivot, int n, bool second) {
   // sum + n p, squares + p (2 sum + n p).
   const double other = __shfl_xor_sync(0xffffffff, about_pivot, 8), p = pivot;
   return about_pivot + p * (second ? 2 * other + n * p : n);
 }
 
-// What a consumer has counted and not yet written. In a block of 64 rows, a lane has four of a
-// warp's sixteen columns of a chunk, and every eighth row; behind the block, the sum or the squares
-// of one of these columns, in shared memory.
+// The sums that a consumer has formed and not yet written. In a block of 64 rows, a lane sums four
+// of a warp's sixteen columns of a chunk over every eighth row. After the block it holds the sum or
+// the squares of one of these columns, in shared memory.
 template <typename T, class Tile>
 class RowSums {
  public:
@@ -60,13 +60,13 @@ class RowSums {
   static_assert(Tile::kTileN % 64 == 0);
   static_assert(Tile::kStagingBytes * 4 >= kBlockBytes + kChunks * (512 + 128) + 512);
 
-  // `staging`: of the warpgroup, one block and what is kept.
+  // `staging`: the warpgroup's staging: one block, and the kept sums.
   explicit __device__ __forceinline__ RowSums(uint32_t staging) : kept_(staging + kBlockBytes) {
     for (int c = 0; c <= kChunks; ++c) StoreWord(KeptAt(c), 0);
   }
 
-  // The first `rows` > 0 rows of a block of chunk `c`. Where nothing has been counted before the
-  // tile, the first row of its `first` block are the pivots.
+  // Adds the first `rows` > 0 rows of a block of chunk `c`. If nothing was summed before this tile,
+  // the first row of its `first` block gives the pivots.
   __device__ __forceinline__ void Count(uint32_t block, int rows, int c, bool first) {
     const uint32_t lane = Lane(), row = lane / 2 % 8, chunk = Thread() / 32u % 4 * 2 + lane / 16;
     uint32_t at = block + row * 128 + (chunk ^ row) * 16 + lane % 2 * 8;
@@ -113,7 +113,7 @@ class RowSums {
     StoreShared(KeptAt(c), one);
   }
 
-  // Behind a tile of `rows` rows: to a slot, where that is due.
+  // Called after a tile of `rows` rows; writes the sums to a slot if the slot ends with this tile.
   template <int kWarpgroup>
   __device__ __forceinline__ void EndTile(const Params& params, const TilePlace& place, int rows) {
     rows += static_cast<int>(LoadWord(KeptAt(kChunks)));
@@ -144,15 +144,15 @@ class RowSums {
   }
 
  private:
-  // Computed every time, as no register is left for it.
+  // Computed each time, because no register is left to keep it.
   __device__ __forceinline__ uint32_t KeptAt(int c) const {
     return kept_ + c * 512 + Thread() % 128u * 4;
   }
   uint32_t kept_;
 };
 
-// A warpgroup's tile of pixels by channels -> the output and its sums, in a loop, in which a
-// uniform branch picks the accumulators. `staging`: of the warpgroup.
+// Stores a warpgroup's tile of pixels by channels and forms its sums, in a loop; a uniform branch
+// picks the accumulators. `staging`: the warpgroup's staging.
 template <int kWarpgroup, typename T, class Tile>
 __device__ __forceinline__ void StoreAndCountRows(const Params& params, const TilePlace& place,
                                                   const ResidueClass& of,

@@ -1,8 +1,8 @@
-// Fused results written to slots of shared memory, over the residual that TMA has brought there, and
-// stored from there by TMA (pointwise, sm_90a).
+// Stores fused results through slots of shared memory (pointwise, sm_90a): TMA loads the residual
+// to a slot, the consumer overwrites it with the results, and TMA stores the slot.
 //
-// A residual is bound by how many of its bytes are under way, so it has a ring of its own beside that
-// of the k-blocks, whose slots no product holds, and a thread of its own that fills it:
+// The throughput of the residual depends on its bytes in flight. It therefore has a ring apart from
+// that of the k-blocks, so that no product holds a slot, and a thread that fills it:
 //
 //     filling thread      waits for Empty(slot), loads 64 rows by 64 columns, TMA arrives at Full(slot);
 //                         without a residual it arrives itself
@@ -10,9 +10,9 @@
 //                         over them, stores them by TMA, and arrives at Empty(slot) when TMA has read
 //                         them
 //
-// The ring takes stages of the k-blocks' ring and most of the staging, which nothing else needs:
-// 64x256 5 slots of 8 KB and 6 stages of k-blocks, c128 13 and 6, 128x128 7 and 5. The rest of the
-// staging holds scale and bias.
+// The slots take the space of some k-block stages and of most of the staging: 64x256 has 5 slots of
+// 8 KB and 6 stages of k-blocks, c128 13 and 6, 128x128 7 and 5. The rest of the staging holds
+// scale and bias.
 #ifndef JAXCONV_CUDA_IGEMM_WGMMA_SLOT_STORE_SM90_CUH_
 #define JAXCONV_CUDA_IGEMM_WGMMA_SLOT_STORE_SM90_CUH_
 
@@ -33,15 +33,15 @@
 
 namespace jaxconv::igemm_wgmma {
 
-// What a tile's results are written over.
+// What the slots hold before a tile's results.
 enum class Slots { kNone, kEmpty, kResidual };
 template <Slots kSlots>
 using SlotsOf = std::integral_constant<Slots, kSlots>;
-// Rows that TMA stores at once, a warp's.
+// The rows that TMA stores at once: one warp's.
 inline constexpr int kSlotStoredRows = 16;
 
-// The slots, their mbarriers, and a queue of tiles from the thread that schedules them to the one that
-// fills slots.
+// The slots, their mbarriers, and a queue of tiles from the scheduling thread to the filling
+// thread.
 template <class Tile>
 struct SlotRing {
   static constexpr int kSlotBytes = 64 * 128;
@@ -74,8 +74,8 @@ struct SlotRing {
            (slot < kOfRing ? kKBlockStages * Tile::kStageBytes
                            : Tile::kStagingAt - kOfRing * kSlotBytes);
   }
-  // A filter that stays has the same columns in all of a CTA's tiles: one copy of a consumer. Else one
-  // of each warp, which no other has to wait for.
+  // With a stationary filter all of a CTA's tiles have the same columns: one copy for each
+  // consumer. Otherwise one copy for each warp, so that no warp waits for another.
   __device__ __forceinline__ uint32_t Terms(int consumer, int warp) const {
     constexpr int kBytes = Tile::kTileN * 8;
     static_assert((Tile::kStationary > 0 ? 2 : 8) * kBytes <= kTermsBytes);
@@ -96,14 +96,14 @@ struct SlotRing {
   }
 };
 
-// Of a kernel without slots: nobody waits for the tiles' indices.
+// For kernels without slots: no thread waits for tile indices.
 struct NoQueue {
   template <class Ring>
   __device__ __forceinline__ explicit NoQueue(const Ring&) {}
   __device__ __forceinline__ void Push(int32_t, int32_t) const {}
 };
 
-// Pushes a CTA's tiles, in the thread that schedules them.
+// Pushes a CTA's tiles; called by the scheduling thread.
 template <class Tile>
 struct TileQueue {
   const SlotRing<Tile>& ring;
@@ -150,7 +150,7 @@ struct NoSlots {
   __device__ __forceinline__ NoSlots(const Params&, const CUtensorMap*, const Ring&) {}
 };
 
-// A consumer's part: its tiles' sums -> the output. The activation is to clamp.
+// A consumer's part: stores its tiles. The activation is a clamp.
 template <typename T, class Tile, Slots kSlots, int kWarpgroup>
 struct SlotStore {
   using Ring = SlotRing<Tile>;
@@ -170,10 +170,10 @@ struct SlotStore {
   }
   static __device__ __forceinline__ int Warp() { return Thread() / 32 % 4; }
 
-  // While the tile's last product is computed.
+  // Called while the tile's last product is computed.
   __device__ __forceinline__ void Begin(int32_t index) const {
     if constexpr (Tile::kStationary == 0) {
-      __syncwarp();  // the tile before has read its own
+      __syncwarp();  // the previous tile's terms have been read
       LoadTerms(TilePlace::OfRows(params, index).n_tile);
     }
   }
@@ -201,8 +201,8 @@ struct SlotStore {
         float term[8][4];
 #pragma unroll
         for (int j = 0; j < 8; ++j) LoadShared<0>(terms + (c / 8 + j) * 64, term[j]);
-        // In a short ring the other consumer may have the slot's last fill still before it. Until that has
-        // come, Full(slot) is in the phase that has this one's parity too.
+        // In a short ring the other consumer may not have received the slot's previous fill. Until
+        // it has, Full(slot) is in an earlier phase of the same parity.
         if constexpr (Ring::kSlots < 2 * Ring::kOfTile) {
           BarrierWait(ring.Empty(slot.slot), slot.parity ^ 1);
         }

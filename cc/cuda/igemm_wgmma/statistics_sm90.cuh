@@ -1,27 +1,27 @@
-// A warpgroup's accumulators -> the output, and for each channel the sums of y and of y^2 over the
-// rows of what was stored (common/merge_moments.h, sm_90a).
+// Stores a warpgroup's accumulators, and forms for each channel the sums of y and of y^2 over the
+// stored rows (common/merge_moments.h, sm_90a).
 //
 // Results pass through shared memory on their way to the output, as blocks of 64 rows by 64 columns
-// of a warpgroup. There a warp counts sixteen columns by mma.sync, two instructions for 16 rows: A
-// is eight columns, transposed, above eight rows of ones, and B the same eight columns, which are
-// the same registers:
+// of a warpgroup. There a warp sums sixteen columns by mma.sync, two instructions for 16 rows. A is
+// eight columns, transposed, above eight rows of ones. B is the same eight columns, in the same
+// registers:
 //
 //     D = [ Y^T ] Y        d[0], d[1]: sums of squares on the diagonal
 //         [  1  ]          d[2], d[3]: sums
 //
 // Accuracy. Products of 16-bit numbers are exact in float32. An instruction aligns its 17 addends
-// to the largest, cuts off what lies 2^-24 of it or more below, and rounds towards zero: of numbers
-// that are not negative it loses at most 18 * 2^-24, and the four of a block lose e < 2^-17 of Q =
-// sum y^2. (Measured: 2^-21 for bfloat16, 2^-20 for float16. Their products have 16 and 22 bits,
-// most of which are far from the cut.) The squared deviations of a block, M = Q - n mean^2, lose e
-// (1 + n mean^2 / M). So where n mean^2 > kMostRatio M in one of a warp's columns, the warp counts
-// the block again, in float32 about its columns' means and in two passes, which loses 2^-20 of M
-// whatever the mean is. Blocks are added in double. The variance is then off by 2^-13 of itself at
-// the most that the bound allows, and by 1.1e-6 at the most in 90 measurements, of means of 0 to
-// 1000 deviations and of normal, folded, contaminated and log-normal numbers.
+// to the largest, cuts off what lies 2^-24 of it or more below, and rounds towards zero. For
+// addends >= 0 its relative error is at most 18 * 2^-24, and that of a block's four instructions is
+// e < 2^-17 of Q = sum y^2. (Measured: 2^-21 for bfloat16, 2^-20 for float16, whose products have
+// 16 and 22 bits, most of them far from the cut.) The squared deviations of a block, M = Q - n
+// mean^2, have the relative error e (1 + n mean^2 / M). If n mean^2 > kMostRatio M in one of a
+// warp's columns, the warp sums the block again in float32, in two passes, about its columns'
+// means; the relative error of M is then 2^-20 for any mean. Blocks are added in double. The bound
+// on the variance's relative error is 2^-13; the largest in 90 measurements is 1.1e-6 (means of 0
+// to 1000 standard deviations; normal, folded, contaminated and log-normal numbers).
 //
-// Under wgmma of the other consumer mma.sync waits for the tensor core, so where products bound a
-// kernel the FMA pipe counts: row_sums_sm90.cuh, lane_sums_sm90.cuh.
+// While the other consumer runs wgmma, mma.sync waits for the tensor core. Kernels bound by the
+// tensor cores therefore form their sums on the FMA pipe: row_sums_sm90.cuh, lane_sums_sm90.cuh.
 #ifndef JAXCONV_CUDA_IGEMM_WGMMA_STATISTICS_SM90_CUH_
 #define JAXCONV_CUDA_IGEMM_WGMMA_STATISTICS_SM90_CUH_
 
@@ -40,14 +40,14 @@
 
 namespace jaxconv::igemm_wgmma {
 
-// Whether a kernel's stores may be asked for sums: of a fused epilogue (EpilogueParams::moments
-// asks), 16-bit results and tiles that plan.cc's HasStatistics allows.
+// Whether a kernel has code for the sums: a fused epilogue (EpilogueParams::moments requests them),
+// 16-bit results, and a tile that HasStatistics of plan.cc allows.
 template <Op kOp, typename T, class Tile, class Epilogue>
 inline constexpr bool kHasMoments = !Epilogue::kPlain && kOp == Op::kFprop && sizeof(T) == 2 &&
                                     Tile::kPingpong && (!Tile::kFilterRow || Tile::kSwapAb);
 
-// Calls consume(std::true_type) where sums are asked for, or consume(std::false_type): loops of
-// their own, because the sums would take the registers of the other epilogues.
+// Calls consume(std::true_type) if sums are requested, else consume(std::false_type). They are
+// separate loops, because the sums would take registers from the other epilogues.
 template <Op kOp, typename T, class Tile, class Epilogue, class Consume>
 __device__ __forceinline__ void CountingOrNot(const Params& params, const Consume& consume) {
   if constexpr (kHasMoments<kOp, T, Tile, Epilogue>) {
@@ -59,12 +59,12 @@ __device__ __forceinline__ void CountingOrNot(const Params& params, const Consum
   consume(std::false_type());
 }
 
-// Swap-AB of several taps, whose pixels leave by vectors.
+// Swap-AB of several taps, which stores its pixels as vectors.
 template <class Tile>
 inline constexpr bool kCountsVectors =
     Tile::kSwapAb && (Tile::kFilterRow || Tile::kStationary == 0);
 
-// n mean^2 over the squared deviations, from which on a block is counted about its means.
+// The ratio n mean^2 / M above which a block is summed about its means.
 template <typename T>
 inline constexpr float kMostRatio = 16;
 template <>
@@ -75,8 +75,8 @@ inline constexpr uint32_t kTwoOnes = 0x3f803f80;
 template <>
 inline constexpr uint32_t kTwoOnes<__half> = 0x3c003c00;
 
-// What a consumer has counted and not yet written. A lane's channels are 8 h + lane / 4, h = 0 and
-// 1, of a warp's sixteen columns of some blocks; the four lanes lane % 4 take turns at the blocks:
+// The sums that a consumer has formed and not yet written. A lane has channels 8 h + lane / 4, h =
+// 0 and 1, of a warp's sixteen columns. Lanes that differ in lane % 4 take turns at the blocks;
 // kLanes of them share a chunk of 64 columns.
 template <typename T, class Tile>
 class TileSums {
@@ -86,7 +86,7 @@ class TileSums {
 
   explicit __device__ __forceinline__ TileSums(uint32_t) {}
 
-  // The products of a block with itself and with ones, by eight columns.
+  // The products of a block with itself and with ones, for eight columns each.
   struct Products {
     float of[2][4];
   };
@@ -104,7 +104,7 @@ class TileSums {
     }
     return d;
   }
-  // Counts a block of a chunk by its products. The first `rows` > 0 rows are outputs.
+  // Adds a block of a chunk by its products. The first `rows` > 0 rows are outputs.
   __device__ __forceinline__ void Count(const Products& d, uint32_t lane, uint32_t block, int rows,
                                         uint32_t turn) {
     constexpr float kShare = kBlockRows * (kMostRatio<T> / (1 + kMostRatio<T>));
@@ -117,7 +117,7 @@ class TileSums {
       sums[h][1] = odd ? d.of[h][1] : d.of[h][0];
       apart |= sums[h][0] * sums[h][0] > kShare * sums[h][1];
     }
-    // Of the lanes that have the diagonal.
+    // Only the lanes that hold the diagonal decide.
     apart = __any_sync(0xffffffff, apart && lane % 4 == lane / 8) || rows < kBlockRows;
     if (__builtin_expect(apart, false)) {
       CountAboutMeans(block, rows, turn);
@@ -133,7 +133,7 @@ class TileSums {
       }
     }
   }
-  // Adds up what every lane has counted in its turn.
+  // Adds up the sums that each lane has formed in its turns.
   __device__ __forceinline__ void EndTurns() {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
@@ -141,7 +141,7 @@ class TileSums {
       kept_[h][0] = kept_[h][1] = 0;
     }
   }
-  // Behind a tile: to a slot, where that is due.
+  // Called after a tile; writes the sums to a slot if the slot ends with this tile.
   template <int kWarpgroup>
   __device__ __forceinline__ void EndTile(const Params& params, const TilePlace& place) {
     int32_t slot;
@@ -151,7 +151,7 @@ class TileSums {
   }
 
  private:
-  // -> a slot. `channel`: of the first column.
+  // Writes the sums to a slot. `channel`: the channel of the first column.
   __device__ __forceinline__ void Store(const Params& params, int32_t slot, int32_t channel,
                                         int32_t columns) {
     const int lane = Lane(), warp = Thread() / 32 % 4;
@@ -175,7 +175,7 @@ class TileSums {
   }
 
   // Two passes over the first rows of a warp's sixteen columns: about the first row, and about the
-  // mean that this gives. A lane has columns 2 (lane % 8) and the next, and every fourth row.
+  // resulting mean. A lane has columns 2 (lane % 8) and 2 (lane % 8) + 1, and every fourth row.
   __device__ __forceinline__ void CountAboutMeans(uint32_t block, uint32_t rows, uint32_t turn) {
     const uint32_t lane = Lane(), word = lane % 8, chunk = Thread() / 32u % 4 * 2 + word / 4;
     const uint32_t first = block + word % 4 * 4;
@@ -210,7 +210,7 @@ class TileSums {
     }
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      // From the lane that has this one's channel.
+      // Reads from the lane that holds this lane's channel.
       auto of_channel = [&](const float (&pair)[2]) {
         const uint32_t from = h * 4 + lane / 8;
         const float even = __shfl_sync(0xffffffff, pair[0], from);
@@ -229,13 +229,13 @@ class TileSums {
   float kept_[2][2] = {};
 };
 
-// For kernels that are never asked.
+// For kernels without statistics.
 struct NoSums {
   explicit __device__ __forceinline__ NoSums(uint32_t) {}
 };
 
-// By the tensor cores where memory bounds a kernel. Where wgmma does, in 192x128 tiles and in swap-
-// AB of several taps, mma.sync would wait for it.
+// Kernels bound by memory sum on the tensor cores. In 192x128 tiles and in swap-AB of several taps,
+// which wgmma bounds, mma.sync would wait for wgmma.
 template <typename T, class Tile>
 using SumsOf = std::conditional_t<
     (Tile::kAccumulators > 128), RowSums<T, Tile>,
@@ -244,8 +244,8 @@ using SumsOf = std::conditional_t<
 template <bool kHas, typename T, class Tile>
 using ConsumerSums = std::conditional_t<kHas, SumsOf<T, Tile>, NoSums>;
 
-// A warpgroup's tile of pixels by channels -> the output and its sums. As StoreTile, of plain sums
-// whose rows are the output's. `staging`: of the warpgroup, two blocks of it.
+// Stores a warpgroup's tile of pixels by channels and forms its sums. Like StoreTile, for results
+// without an epilogue whose rows are the output's. `staging`: the warpgroup's two staging blocks.
 template <int kBarrier, typename T, class Tile>
 __device__ __forceinline__ void StoreAndCount(const Params& params, const TilePlace& place,
                                               const ResidueClass& of,
@@ -277,7 +277,7 @@ __device__ __forceinline__ void StoreAndCount(const Params& params, const TilePl
     }
   };
   auto turn_of = [](int block, int c) { return c * Sums::kLanes + block % Sums::kLanes; };
-  // Two blocks of staging: the next one is staged while the tensor core multiplies.
+  // With two staging blocks, the next block is staged while the tensor core sums this one.
   constexpr int kUnits = Tile::kBlocks * Sums::kChunks;
   const LaneVectors lane = vectors_of_lane();
   auto stage = [&](int unit) {
@@ -300,10 +300,10 @@ __device__ __forceinline__ void StoreAndCount(const Params& params, const TilePl
     if (some) sums->Count(products, lane.places.lane, at, rows, turn_of(block, c));
   }
   sums->EndTurns();
-  // The staging is written again when the warps have met, at the next turn.
+  // The warps meet at the next turn, before they write the staging again.
 }
 
-// The sums of a tile of 64 channels that StoreSwapAbBoxes has staged, pixels of 128 bytes.
+// Sums a tile of 64 channels that StoreSwapAbBoxes has staged as pixels of 128 bytes.
 template <typename T, class Tile>
 __device__ __forceinline__ void CountSwapAbBoxes(const TilePlace& place, const ResidueClass& of,
                                                  uint32_t staging, TileSums<T, Tile>* sums) {

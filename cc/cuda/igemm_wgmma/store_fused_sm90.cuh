@@ -1,9 +1,9 @@
 // A warpgroup's accumulators of a WgmmaTile -> the fused epilogue -> the output (sm_90a).
 //
-// 16-bit results are finished on the fragments. Where the activation is to clamp and the
-// pre-activation is not wanted, by straight code without a branch (StoreClampedTile), because a store
-// that jumps waits for the instruction cache longer than for memory. Any other epilogue has one copy,
-// through which a loop passes (StoreActivatedTile). 32-bit results pass through shared memory
+// 16-bit results go through the epilogue on the fragments. If the activation is a clamp and the
+// pre-activation is not stored, the code is straight, without a branch (StoreClampedTile): a jump
+// waits longer for the instruction cache than the store waits for memory. Every other epilogue is a
+// loop over one copy of the code (StoreActivatedTile). 32-bit results pass through shared memory
 // (StoreStagedTile).
 #ifndef JAXCONV_CUDA_IGEMM_WGMMA_STORE_FUSED_SM90_CUH_
 #define JAXCONV_CUDA_IGEMM_WGMMA_STORE_FUSED_SM90_CUH_
@@ -25,21 +25,22 @@
 
 namespace jaxconv::igemm_wgmma {
 
-// Sixteen rows of kColumns (32 or 64) 16-bit elements of a warp in shared memory, 1 or 2 KB, without
-// bank conflicts for matrices of fragments and for vectors of 16 bytes.
+// A warp's sixteen rows of kColumns (32 or 64) 16-bit elements in shared memory, 1 or 2 KB. Neither
+// fragment accesses (ldmatrix, stmatrix) nor 16-byte vectors have bank conflicts.
 template <int kColumns>
 struct RoundedRows {
-  static constexpr int kLanesOfRow = kColumns / 8, kVectors = kLanesOfRow / 2;  // of a lane
+  static constexpr int kLanesOfRow = kColumns / 8, kVectors = kLanesOfRow / 2;  // for each lane
   uint32_t staging;
 
   __device__ __forceinline__ uint32_t Chunk(int row, int chunk) const {
     return staging + row * (kColumns * 2) + (chunk ^ (kColumns == 64 ? row % 8 : row / 2 % 4)) * 16;
   }
-  // What a lane passes to ldmatrix and stmatrix for the fragments of columns 8 j to 8 j + 15.
+  // The address a lane passes to ldmatrix and stmatrix for the fragments of columns 8 j to 8 j +
+  // 15.
   __device__ __forceinline__ uint32_t Matrices(int lane, int j) const {
     return Chunk(lane % 16, j + lane / 16);
   }
-  // Where a lane's vectors lie.
+  // The row and column of a lane's vector i.
   static __device__ __forceinline__ int Row(int lane, int i) {
     return i * (32 / kLanesOfRow) + lane / kLanesOfRow;
   }
@@ -49,13 +50,13 @@ struct RoundedRows {
   }
 };
 
-// Factors and summands of kColumns columns in shared memory, for each pair of columns 16 bytes: two
-// factors, two summands. A warp has its own, so that no other has to wait for it.
+// Scale and bias of kColumns columns in shared memory: 16 bytes for each pair of columns, two
+// factors and two summands. Each warp has its own copy, so that no warp waits for another.
 template <int kColumns>
 struct StagedTerms {
   uint32_t at;
 
-  // Of columns [channel, channel + columns); those beyond get any.
+  // Loads columns [channel, channel + columns); the others get arbitrary values.
   __device__ __forceinline__ void Load(const FusedEpilogue& epilogue, int32_t channel,
                                        int columns) const {
 #pragma unroll
@@ -72,19 +73,19 @@ struct StagedTerms {
   }
 };
 
-// Where a tile's residual comes from: StoreClampedTile asks for 16 rows by 64 or 32 columns at a time.
+// The source of a tile's residual. StoreClampedTile asks for 16 rows by 64 or 32 columns at a time.
 struct NoResidual {
   static constexpr bool kPresent = false;
 };
 
-// From global memory, in rows, and through the staging of the results.
+// Reads the residual from global memory in rows, and passes it through the staging of the results.
 template <typename T, class Rows>
 struct LoadedResidual {
   static constexpr bool kPresent = true;
   const EpilogueParams& params;
   uint4 ahead[Rows::kVectors];
 
-  // offset(i): of vector i in the output.
+  // offset(i): the output offset of vector i.
   template <typename OffsetOf>
   __device__ __forceinline__ void Load(const int32_t (&row)[Rows::kVectors], bool inside,
                                        OffsetOf offset) {
@@ -103,9 +104,9 @@ struct LoadedResidual {
   }
 };
 
-// How StoreClampedTile passes through shared memory: 64 columns at a time, or 32 where a warp's
-// staging is 2 KB or where there are no registers for as many of a loaded residual. The end of the
-// staging, half of it at most, is for the terms of kPart columns.
+// The parts in which StoreClampedTile passes through shared memory: 64 columns, or 32 if a warp's
+// staging is 2 KB or if registers are too few for a loaded residual of 64. At most the last half of
+// the staging holds the scale and bias of kPart columns.
 template <class Tile, bool kLoadsResidual>
 struct ClampedSteps {
   static constexpr int kTerms = Tile::kStagingBytes / 16;
@@ -117,7 +118,8 @@ struct ClampedSteps {
   using Rows = RoundedRows<kColumns>;
 };
 
-// Whether the terms of a pingpong tile are in its warps' staging before it is stored: StageTerms.
+// Whether StageTerms has written the scale and bias of a pingpong tile to its warps' staging before
+// the tile is stored.
 template <typename T, class Tile>
 __device__ constexpr bool TermsAreStaged() {
   if constexpr (sizeof(T) == 2 && Tile::kPingpong && !Tile::kSwapAb) {
@@ -126,8 +128,8 @@ __device__ constexpr bool TermsAreStaged() {
   return false;
 }
 
-// A tile's terms -> a warp's staging, before the tile is multiplied if the consumer waits for its turn
-// then, so that their latency is not the store's.
+// Writes a tile's scale and bias to a warp's staging. If the consumer waits for its turn, this
+// happens before the tile is multiplied and hides their latency from the store.
 template <typename T, class Tile, class Epilogue>
 __device__ __forceinline__ void StageTerms(const Params& params, const TilePlace& place,
                                            uint32_t staging) {
@@ -139,8 +141,8 @@ __device__ __forceinline__ void StageTerms(const Params& params, const TilePlace
   }
 }
 
-// 16-bit results whose activation is to clamp: t on the fragments, rounded, clamped, and through
-// shared memory to rows of 128 or 64 bytes.
+// 16-bit results whose activation is a clamp: computes t on the fragments, rounds, clamps, and
+// passes through shared memory to rows of 128 or 64 bytes.
 template <Op kOp, typename T, class Tile, class Residual>
 __device__ __forceinline__ void StoreClampedTile(const Params& params, const TilePlace& place,
                                                  const ResidueClass& of,
@@ -152,7 +154,7 @@ __device__ __forceinline__ void StoreClampedTile(const Params& params, const Til
   using Steps = ClampedSteps<Tile, kLoads>;
   using Rows = typename Steps::Rows;
   constexpr int kColumns = Steps::kColumns, kPart = Steps::kPart, kChunks = kPart / kColumns;
-  // 192 accumulators leave no registers for the residual of the next step.
+  // With 192 accumulators, no registers are left to load the next part's residual ahead.
   constexpr bool kAhead = Tile::kAccumulators <= 160;
   const Rows rows{staging};
   const StagedTerms<kPart> terms{staging + Steps::kTermsAt};
@@ -161,7 +163,7 @@ __device__ __forceinline__ void StoreClampedTile(const Params& params, const Til
   const int32_t channel0 = place.group * params.gemm_n + n_first;
   const int32_t columns = params.gemm_n - n_first;
   T* const out = static_cast<T*>(params.out);
-  // Of whole sums of one batch: a column of the output's rows.
+  // There is no split-K and one batch, so this is a column of the output.
   const int32_t first_column =
       static_cast<int32_t>(place.OutputOffset(params, n_first)) + Rows::Column(lane);
   const PairBounds<T> bounds(epilogue.params.activation);
@@ -180,7 +182,7 @@ __device__ __forceinline__ void StoreClampedTile(const Params& params, const Til
 #pragma unroll
   for (int part = 0; part < Tile::kTileN; part += kPart) {
     if (part > 0 && part >= columns) break;
-    // Blocks of a part, one after another.
+    // One after another, the blocks of the part.
 #pragma unroll
     for (int step = 0; step < Tile::kBlocks * kChunks; ++step) {
       const int block = step / kChunks, c = part + step % kChunks * kColumns;
@@ -219,11 +221,11 @@ __device__ __forceinline__ void StoreClampedTile(const Params& params, const Til
             rounded[h * 2 + r] = bounds.Clamp(PackPair<T>(t[0], t[1]));
           }
         }
-        // In place of a loaded residual's matrices, which the warp has just read.
+        // Overwrites the loaded residual's matrices, which the warp has just read.
         StoreMatrices(rows.Matrices(lane, j), rounded[0], rounded[1], rounded[2], rounded[3]);
       }
       __syncwarp();
-      // As many vectors at once as there are registers for.
+      // As many vectors at once as the registers hold.
       constexpr int kAtOnce = kAhead || !kLoads ? Rows::kVectors : 1;
 #pragma unroll
       for (int v = 0; v < Rows::kVectors; v += kAtOnce) {
@@ -241,10 +243,11 @@ __device__ __forceinline__ void StoreClampedTile(const Params& params, const Til
   }
 }
 
-// 16-bit results of any fused epilogue: t on the fragments, activated, rounded, and through shared
-// memory to rows of 128 or 64 bytes. Ten activations of 128 sums would be 13,000 instructions, so 64
-// columns, or 32 where registers or staging are short, are a turn of a loop, which picks the sums by
-// uniform branches. A second result, t, takes a turn of its own.
+// 16-bit results of any fused epilogue: computes t on the fragments, activates, rounds, and passes
+// through shared memory to rows of 128 or 64 bytes. Unrolled, ten activations of 128 sums would be
+// 13,000 instructions. So a loop handles 64 columns a turn (32 where registers or staging are
+// short) and picks the sums by uniform branches. A second result, the pre-activation t, takes a
+// turn of its own.
 template <Op kOp, typename T, class Tile>
 __device__ __forceinline__ void StoreActivatedTile(const Params& params, const TilePlace& place,
                                                    const ResidueClass& of,
@@ -252,7 +255,7 @@ __device__ __forceinline__ void StoreActivatedTile(const Params& params, const T
                                                    int32_t m_first, uint32_t staging,
                                                    const FusedEpilogue& epilogue) {
   constexpr int kColumns = Tile::kStagingBytes >= 4096 && Tile::kAccumulators <= 128 ? 64 : 32;
-  // Of which so many are activated at once.
+  // Columns that are activated at once.
   constexpr int kAtOnce = Tile::kAccumulators > 160 ? 16 : kColumns,
                 kParts = Tile::kTileN / kAtOnce;
   using Steps = ClampedSteps<Tile, false>;
@@ -268,7 +271,7 @@ __device__ __forceinline__ void StoreActivatedTile(const Params& params, const T
   const int64_t first_column = place.OutputOffset(params, n_first) + Rows::Column(lane);
 #pragma unroll 1
   for (int32_t part = 0; part < columns; part += kPart) {
-    __syncwarp();  // the terms and rows before have been read
+    __syncwarp();  // the previous terms and rows have been read
     if constexpr (!TermsAreStaged<T, Tile>()) {
       terms.Load(epilogue, place.group * params.gemm_n + n_first + part, columns - part);
     }
@@ -346,10 +349,10 @@ __device__ __forceinline__ void StoreActivatedTile(const Params& params, const T
   }
 }
 
-// A warpgroup's part of a finished tile -> any fused epilogue -> 32-bit output, through as
-// much staging as there is, 16 rows by 64 or 32 columns at a time. `m_first`: the warp's first row.
-// The loop over them is not unrolled, so that there is one copy of the epilogue; a uniform branch
-// picks the accumulators.
+// Stores a warpgroup's part of a finished tile through any fused epilogue as 32-bit output. It
+// passes through the staging 16 rows by 64 or 32 columns at a time. The loop is not unrolled, so
+// that the code has one copy of the epilogue; a uniform branch picks the accumulators. `m_first`:
+// the warp's first row.
 template <Op kOp, typename T, class Tile>
 __device__ __forceinline__ void StoreStagedTile(const Params& params, const TilePlace& place,
                                                 const ResidueClass& of,
@@ -358,7 +361,7 @@ __device__ __forceinline__ void StoreStagedTile(const Params& params, const Tile
                                                 const FusedEpilogue& epilogue) {
   constexpr int kColumns = Tile::kStagingBytes < 4096 ? 32 : 64;
   static_assert(Tile::kStagingBytes >= 16 * kColumns * 4);
-  // 192 accumulators leave 48 registers for everything else.
+  // With 192 accumulators, 48 registers are left for everything else.
   constexpr bool kAhead = Tile::kAccumulators < 160;
   constexpr int kBytes = Tile::kAccumulators > 160 ? 8 : 16;
   using Rows = StagedRows<T, kColumns, kBytes>;
@@ -396,7 +399,7 @@ __device__ __forceinline__ void StoreStagedTile(const Params& params, const Tile
   }
 }
 
-// Any fused epilogue.
+// Stores a tile through any fused epilogue.
 template <Op kOp, typename T, class Tile>
 __device__ __forceinline__ void StoreFusedTile(const Params& params, const TilePlace& place,
                                                const ResidueClass& of,

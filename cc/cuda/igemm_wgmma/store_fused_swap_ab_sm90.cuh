@@ -1,7 +1,7 @@
 // A warpgroup's accumulators of a SwapAbTile -> the fused epilogue -> the output (sm_90a).
 //
-// As in store_fused_sm90.cuh, on the fragments: straight code where the activation is to clamp, else
-// one copy of the epilogue, through which a loop passes.
+// As in store_fused_sm90.cuh, the epilogue works on the fragments: straight code if the activation
+// is a clamp, otherwise a loop over one copy of the code.
 #ifndef JAXCONV_CUDA_IGEMM_WGMMA_STORE_FUSED_SWAP_AB_SM90_CUH_
 #define JAXCONV_CUDA_IGEMM_WGMMA_STORE_FUSED_SWAP_AB_SM90_CUH_
 
@@ -20,9 +20,8 @@
 
 namespace jaxconv::igemm_wgmma {
 
-// A thread's factors and summands in a tile: it has two channels, g and g + 8 of its warp's sixteen. Loaded
-// before the tile is multiplied, or once where all tiles have the same channels, they are there when it
-// is stored.
+// A thread's scale and bias for a tile: it has two channels, g and g + 8 of its warp's sixteen.
+// They are loaded before the tile is multiplied, or once if all tiles have the same channels.
 template <class Epilogue>
 struct SwapAbTerms {
   float scale[2], bias[2];
@@ -45,7 +44,7 @@ struct SwapAbTerms<PlainEpilogue> {
   __device__ __forceinline__ void Load(const Params&, const TilePlace&) {}
 };
 
-// The fragments of 16 pixels -> t, rounded and clamped, words of two elements.
+// Computes t for the fragments of 16 pixels, rounds and clamps it, and packs words of two elements.
 template <typename T>
 struct ClampSums {
   const float (&scale)[2], (&bias)[2];
@@ -69,9 +68,9 @@ struct ClampSums {
   }
 };
 
-// 32 pixels at a time: the residual, copied a step ahead in rows of 128 bytes to shared memory and
-// read as fragments; t in its place, and in rows to the output. Buffers, rows and swizzle are those
-// of StoreRoundedSwapAb. `pitch`: elements of a row.
+// Stores 32 pixels at a time. The residual is copied to shared memory in rows of 128 bytes, one
+// turn ahead, and read as fragments; the result replaces it and goes to the output in rows.
+// Buffers, rows and swizzle are those of StoreRoundedSwapAb. `pitch`: elements of a row.
 template <int kBarrier, typename T, class Tile, typename PixelRow>
 __device__ __forceinline__ void StoreWithResidualSwapAb(const ClampSums<T>& clamp,
                                                         const typename Tile::Accumulators& acc,
@@ -102,7 +101,7 @@ __device__ __forceinline__ void StoreWithResidualSwapAb(const ClampSums<T>& clam
     const uint32_t buffer = p / 32 % 2 * 4096;
     CopyAsyncWait<0>();
     NamedBarrierSync(kBarrier, 128);
-    // The other buffer's results have been read: by whoever arrived at this barrier.
+    // All threads that arrived at this barrier have read the other buffer's results.
     if (p + 32 < kPixels) copy_residual(p + 32);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
@@ -121,8 +120,9 @@ __device__ __forceinline__ void StoreWithResidualSwapAb(const ClampSums<T>& clam
   }
 }
 
-// Any fused epilogue, 32 pixels a turn of a loop, which picks the sums by uniform branches; a second
-// result, t, takes a turn of its own. Buffers, rows and swizzle are those of StoreRoundedSwapAb.
+// Stores through any fused epilogue, in a loop of 32 pixels a turn that picks the sums by uniform
+// branches; a second result, the pre-activation t, takes a turn of its own. Buffers, rows and
+// swizzle are those of StoreRoundedSwapAb.
 template <Op kOp, typename T, class Tile, int kBarrier, class Terms>
 __device__ __forceinline__ void StoreActivatedSwapAb(const Params& params, const TilePlace& place,
                                                      const ResidueClass& of,
@@ -144,7 +144,7 @@ __device__ __forceinline__ void StoreActivatedSwapAb(const Params& params, const
   for (FusedTurns turns(with, Tile::kTileM / 32); turns.More(); turns.Next()) {
     const int p = turns.Part() * 32;
     const bool activates = turns.Activates();
-    // A warp stores four of every 16 pixels, decoded once, a pixel a lane.
+    // A warp stores four of every 16 pixels; each lane decodes one pixel, once.
     const int32_t decoded = OutputRow<kOp>(
         params, of, place.m_tile * Tile::kTileM + p + lane / 4 % 2 * 16 + warp * 4 + lane % 4);
     int64_t offset[2];
@@ -177,7 +177,7 @@ __device__ __forceinline__ void StoreActivatedSwapAb(const Params& params, const
       }
     }
     if (activates) Activate(with.activation, with.negative_slope, t);
-    // In place of the residual's matrices, which the warp has just read.
+    // Overwrites the residual's matrices, which the warp has just read.
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const float* v = t + h * 8;

@@ -1,7 +1,7 @@
 // A warpgroup's accumulators of a WgmmaTile -> the output (sm_90a).
 //
-// 16-bit results that are only rounded pass through shared memory as they are stored, others as
-// float32; where lanes hold whole sectors, they store from the fragments.
+// 16-bit results without an epilogue pass through shared memory as 16-bit words, others as float32;
+// where lanes hold whole sectors, they store from the fragments.
 #ifndef JAXCONV_CUDA_IGEMM_WGMMA_STORE_TILE_SM90_CUH_
 #define JAXCONV_CUDA_IGEMM_WGMMA_STORE_TILE_SM90_CUH_
 
@@ -18,17 +18,17 @@
 
 namespace jaxconv::igemm_wgmma {
 
-// Where a row of a tile is stored: the output offset of its first column, or negative, and its
-// number among the rows of the output.
+// The output position of a tile's row: the offset of its first column, or negative, and its row
+// number in the output.
 struct RowPlace {
   int64_t offset;
   int32_t row;
 };
 
-// Sixteen rows by 128 bytes of a warp -> output of type T: rounded at once, staged in 2 KB, 16-bit
-// ones by stmatrix, so that neither access conflicts (chunk c of row r at c ^ r % 8, or in float32
-// at c ^ 2 (r % 4)), stored as 16 bytes a lane, eight lanes a row. dst[p] is the output offset of
-// row 4 p + lane / 8 with this lane's columns, or negative.
+// Stores a warp's sixteen rows of 128 bytes as output of type T: rounds them, stages them in 2 KB
+// (16-bit results by stmatrix), and stores 16 bytes a lane, eight lanes a row. Against bank
+// conflicts, chunk c of row r lies at c ^ r % 8 (float32: c ^ 2 (r % 4)). dst[p]: the output offset
+// of row 4 p + lane / 8 at this lane's columns, or negative.
 template <typename T>
 __device__ __forceinline__ void StoreRounded(const float* acc, uint32_t staging, T* out,
                                              const int64_t (&dst)[4], bool inside) {
@@ -66,9 +66,9 @@ __device__ __forceinline__ void StoreRounded(const float* acc, uint32_t staging,
   }
 }
 
-// Sixteen rows of 256 columns -> 16-bit output, like StoreRounded but in whole rows: a store of a
-// warp is one run of 512 bytes, which memory takes up to 5 % faster than four runs of 128. Through
-// 4 KB, eight rows at a time. `row_place(r)`: of row r.
+// Stores sixteen rows of 256 columns as 16-bit output, like StoreRounded but in whole rows: a warp
+// stores one run of 512 bytes, up to 5 % faster than four runs of 128. It stages eight rows at a
+// time in 4 KB. `row_place(r)`: the RowPlace of row r.
 template <typename T, typename RowPlaceOf>
 __device__ __forceinline__ void StoreRoundedRows(const float (&acc)[128], uint32_t staging, T* out,
                                                  RowPlaceOf row_place, int columns) {
@@ -99,8 +99,9 @@ __device__ __forceinline__ void StoreRoundedRows(const float (&acc)[128], uint32
   }
 }
 
-// Sixteen rows by 64 columns in float32 through 4 KB, with an epilogue, for outputs of either
-// width. `row_place(r)`: of row r; `channel0`: the output channel of column 0.
+// Stores sixteen rows by 64 columns through 4 KB of float32, with an epilogue, for 16-bit and
+// 32-bit outputs. `row_place(r)`: the RowPlace of row r; `channel0`: the output channel of column
+// 0.
 template <typename Out, class Epilogue, typename RowPlaceOf>
 __device__ __forceinline__ void StoreFinished(const float* acc, uint32_t staging, Out* out,
                                               const Epilogue& epilogue, RowPlaceOf row_place,
@@ -145,9 +146,9 @@ __device__ __forceinline__ void StoreFinished(const float* acc, uint32_t staging
   }
 }
 
-// Float32 results straight from the fragments: a store of a warp is eight rows of four lanes with
-// 32 bytes, a whole sector, and needs no shared memory, whose throughput the other warpgroup's
-// operands take. `upper`, `lower`: of rows lane / 4 and lane / 4 + 8.
+// Stores float32 results from the fragments. A warp stores eight rows of 32 bytes (four lanes, a
+// whole sector). This leaves the throughput of shared memory to the other warpgroup's operands.
+// `upper`, `lower`: rows lane / 4 and lane / 4 + 8.
 template <class Epilogue>
 __device__ __forceinline__ void StoreFragments(const float* acc, float* out,
                                                const Epilogue& epilogue, const RowPlace& upper,
@@ -173,8 +174,8 @@ __device__ __forceinline__ void StoreFragments(const float* acc, float* out,
   }
 }
 
-// A warpgroup's part of a finished tile -> the output. kWholeRows: 16-bit rows of 256 columns are
-// stored as such.
+// Stores a warpgroup's part of a finished tile. kWholeRows: stores whole 16-bit rows of 256
+// columns.
 template <Op kOp, typename T, class Tile, bool kWholeRows = false, class Epilogue>
 __device__ __forceinline__ void StoreTile(const Params& params, const TilePlace& place,
                                           const ResidueClass& of,
@@ -190,7 +191,7 @@ __device__ __forceinline__ void StoreTile(const Params& params, const TilePlace&
   const int lane = Lane();
   const int32_t n_first = place.n_tile * Tile::kTileN;
   const int64_t base = place.OutputOffset(params, n_first);
-  // A warp's rows are decoded once, a row a lane, and distributed by shuffles.
+  // Each lane decodes one of the warp's rows, once; shuffles distribute the result.
   int32_t decoded[(Tile::kBlocks + 1) / 2];
 #pragma unroll
   for (int i = 0; i < (Tile::kBlocks + 1) / 2; ++i) {
@@ -204,9 +205,9 @@ __device__ __forceinline__ void StoreTile(const Params& params, const TilePlace&
   const int channel0 = place.group * params.gemm_n + n_first;
   constexpr bool kPlain = Epilogue::kPlain;
   const PlainEpilogue sums(params.epilogue);
-  // Rows of 128 bytes, of a block's columns from c on, through one or two buffers of 2 KB. Whoever
-  // wrote to the buffer last has been read once the warp meets: of two, when the other one was
-  // used.
+  // Stores rows of 128 bytes, a block's columns from c on, through one or two buffers of 2 KB. A
+  // warp barrier separates the reads of a buffer from the next writes to it; with two buffers, the
+  // barrier of the other buffer serves.
   auto store_rounded = [&](const float* chunk, int c, const int64_t (&dst)[4]) {
     constexpr int kColumns = 128 / sizeof(T), kBuffers = Tile::kStagingBytes < 4096 ? 1 : 2;
     if (kBuffers == 1 || c == 0) __syncwarp();

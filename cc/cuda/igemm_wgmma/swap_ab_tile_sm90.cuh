@@ -2,7 +2,7 @@
 // channels.
 //
 // With 64 channels as columns, m64n64k16 reads 2 KB of pixels and 2 KB of the filter in 32 cycles,
-// and a descriptor has to be ready every 32. With the filter's 64 channels as rows and up to 256
+// and needs a descriptor every 32 cycles. With the filter's 64 channels as rows and up to 256
 // pixels as columns, an instruction lasts 128 cycles and reads 2 + 8 KB. The result is transposed:
 // rows are channels, and stmatrix transposes it back on its way to rows of channels.
 #ifndef JAXCONV_CUDA_IGEMM_WGMMA_SWAP_AB_TILE_SM90_CUH_
@@ -24,8 +24,8 @@
 
 namespace jaxconv::igemm_wgmma {
 
-// Two consumer warpgroups in pingpong, each with a tile of 64 channels by kTileM pixels. The rest
-// as in TileLayout.
+// Two consumer warpgroups in pingpong, each with a tile of 64 channels by kTileM pixels. TileLayout
+// explains the other parameters.
 template <int kTileM_, int kStages_, bool kFilterRow_ = false, int kFilterSlots_ = 0,
           int kStationary_ = 0, int kStagingBytes_ = 2048>
 struct SwapAbTile : TileLayout<2, true, kTileM_, 64, kStages_, kFilterRow_, kFilterSlots_,
@@ -54,7 +54,7 @@ struct SwapAbTile : TileLayout<2, true, kTileM_, 64, kStages_, kFilterRow_, kFil
   }
 };
 
-// Pixels 16 i.. of accumulators -> words of two elements.
+// Rounds the accumulators of pixels 16 i to 16 i + 15 to words of two elements.
 template <typename T, int kCount>
 struct RoundSums {
   const float (&acc)[kCount];
@@ -66,12 +66,13 @@ struct RoundSums {
   }
 };
 
-// A warpgroup's accumulators -> 16-bit output: rounded at once, staged by stmatrix as 32 pixels of
-// 128 bytes (chunk c of pixel p at c ^ p % 8, so that neither access conflicts), stored as 16 bytes
-// a lane, eight lanes a pixel. Two buffers of 4 KB alternate, so that one barrier a buffer is
-// enough. `round(i, words)`: the fragments of pixels 16 i.., two elements a word; `row(i, p)`:
-// output row of pixel p of this warp's four among them, or negative; `out`: of row 0, this tile's
-// first channel; `pitch`: bytes of a row; `count(first, vector, stored)`: gets every vector.
+// Stores a warpgroup's accumulators as 16-bit output: rounds them, stages 32 pixels of 128 bytes by
+// stmatrix (chunk c of pixel p at c ^ p % 8, against bank conflicts), and stores 16 bytes a lane,
+// eight lanes a pixel. Two buffers of 4 KB alternate, so that one barrier a buffer is enough.
+// `round(i, words)`: the fragments of pixels 16 i to 16 i + 15, two elements a word; `row(i, p)`:
+// the output row of pixel p among this warp's four of these, or negative; `out`: the address of row
+// 0, this tile's first channel; `pitch`: bytes of a row; `count(first, vector, stored)`: gets every
+// vector.
 template <int kBarrier, int kPixels, typename T, typename Round, typename PixelRow, typename Count>
 __device__ __forceinline__ void StoreRoundedSwapAb(const Round& round, uint32_t staging, T* out,
                                                    uint32_t pitch, PixelRow row, int channels,
@@ -115,8 +116,8 @@ __device__ __forceinline__ void StoreRoundedSwapAb(const Round& round, uint32_t 
   }
 }
 
-// The same by TMA, which leaves the warps free and ends sooner: the whole tile is staged, swizzled
-// as the map has it, and stored as boxes of kStoredPixels. `map`: (channels, rows).
+// The same by TMA, which is faster and leaves the warps free: the whole tile is staged with the
+// tensor map's swizzle and stored as boxes of kStoredPixels. `map`: (channels, rows).
 inline constexpr int kStoredPixels = 64;
 
 template <int kBarrier, int kPixels, typename Round>
@@ -145,10 +146,10 @@ __device__ __forceinline__ void StoreSwapAbBoxes(const Round& round, uint32_t st
   }
 }
 
-// The same in float32 through two buffers of 16 pixels, with an epilogue, for outputs of either
-// width. Chunk c of pixel p lies at c ^ 2 (p / 2 % 4): no bank conflicts in the stores.
-// `row(i, p)` as above; `out`: of row 0, this tile's first channel, which is `channel0` of the
-// output's; `offset`: of that element in the output; `pitch`: elements of a row.
+// The same in float32 through two buffers of 16 pixels, with an epilogue, for 16-bit and 32-bit
+// outputs. Chunk c of pixel p lies at c ^ 2 (p / 2 % 4): no bank conflicts in the stores. `row(i,
+// p)` as above; `out`: the address of row 0 and this tile's first channel, `channel0` of the
+// output; `offset`: the output offset of that element; `pitch`: elements of a row.
 template <int kBarrier, typename Out, int kCount, class Epilogue, typename PixelPlaceOf>
 __device__ __forceinline__ void StoreFinishedSwapAb(const float (&acc)[kCount], uint32_t staging,
                                                     Out* out, const Epilogue& epilogue,
@@ -200,8 +201,8 @@ struct NothingCounted {
   __device__ __forceinline__ void operator()(bool, const uint4&, bool) const {}
 };
 
-// The output's rows of a tile's pixels. Of every 16 pixels a warp stores four, decoded once, a pixel a
-// lane, and distributed by shuffles.
+// The output rows of a tile's pixels. A warp stores four of every 16 pixels. Each lane decodes one
+// pixel, once, and shuffles distribute the rows.
 template <Op kOp, class Tile>
 struct SwapAbRows {
   static constexpr int kDecoded = (Tile::kTileM / 16 + 7) / 8;
@@ -221,7 +222,8 @@ struct SwapAbRows {
   }
 };
 
-// A warpgroup's finished tile -> the output. `staging`: of the warpgroup; `terms`: SwapAbTerms of the tile.
+// Stores a warpgroup's finished tile. `staging`: the warpgroup's staging; `terms`: the tile's
+// SwapAbTerms.
 template <Op kOp, typename T, class Tile, int kWarpgroup, class Epilogue, class Terms>
 __device__ __forceinline__ void StoreSwapAbTile(const Params& params, const TilePlace& place,
                                                 const ResidueClass& of,
@@ -232,8 +234,8 @@ __device__ __forceinline__ void StoreSwapAbTile(const Params& params, const Tile
   const int channels = params.gemm_n - n_first;
   const int64_t base = place.OutputOffset(params, n_first);
   const SwapAbRows<kOp, Tile> row(params, of, place);
-  // Nobody reads the staging of the tile before: the warpgroup's threads have met since, when its
-  // turn came.
+  // The previous tile's staging has been read: the warpgroup's threads have synchronised since, at
+  // their turn.
   constexpr int kBarrier = 3 + kWarpgroup;
   const int channel0 = place.group * params.gemm_n + n_first;
   auto store_rounded = [&](const auto& round) {

@@ -1,4 +1,4 @@
-// The tensor maps of igemm_wgmma: made in every launch (0.1 us each), so nothing can be stale.
+// The tensor maps of igemm_wgmma. Every launch makes them (0.1 us each), so none can be stale.
 #ifndef JAXCONV_CUDA_IGEMM_WGMMA_TENSOR_MAPS_H_
 #define JAXCONV_CUDA_IGEMM_WGMMA_TENSOR_MAPS_H_
 

@@ -2,26 +2,26 @@
 // tensor cores, more accurate than FP32 FMA in order (sm_90a). The map from convolution to GEMM,
 // the loads of activations and what is refused are those of cooperative_sm90.cuh.
 //
-//     a b = small_a big_b + big_a small_b + big_a big_b      of one k-block, 32 of the reduction
-//     sums += that, by FADD: tensor cores truncate what they add, over a k-block harmlessly
+//     a b = small_a big_b + big_a small_b + big_a big_b      over one k-block, 32 of the reduction
+//     sums += a b, by FADD: tensor cores truncate when they add, harmlessly within a k-block
 //
 //     consumer 0   | 12 wgmma           | FADD; load, split A | 12 wgmma            | ...
 //     consumer 1   | load, split A      | 12 wgmma            | FADD; load, split A | 12 wgmma
 //
-// The filter is split ahead by a kernel of its own (filter_split.h), with its rows along the
-// reduction for both operations. The activations come as they are; each consumer warpgroup loads
-// its fragments to registers and splits them there, and wgmma takes A from registers. Two or three
-// consumer warpgroups share a tile, 64 rows each. The tensor cores take their products in the order
-// in which they come, so that one multiplies while another adds, loads and splits.
+// A separate kernel splits the filter ahead (filter_split.h), K-major for both operations. The
+// activations are loaded unsplit; each consumer warpgroup loads its fragments to registers and
+// splits them there, and wgmma takes A from registers. Two or three consumer warpgroups share a
+// tile, 64 rows each. The tensor cores execute products in order of issue, so one warpgroup
+// multiplies while another adds, loads and splits.
 //
-// Fragments: of 16 channels a lane loads four neighbours, 16 bytes, and the filter's columns are
-// ordered so that these are its columns t and t + 4 of two instructions. Eight lanes of a load have
-// two rows, whose chunks the swizzle puts into different banks if the rows' numbers differ in bit
-// 2: row g of a fragment is pixel PixelOf(g).
+// Fragments: a lane loads four neighbours of 16 channels, 16 bytes. The filter's columns are
+// permuted so that these four are the lane's columns t and t + 4 of two instructions. Eight lanes
+// of a load read two rows; the swizzle puts their chunks into different banks if the row numbers
+// differ in bit 2, so row g of a fragment is pixel PixelOf(g).
 //
 // Persistent, as cooperative. Shared memory of 128x128: 4 stages of (16 + 2 x 16) KB, 32 KB of
-// staging, barriers. Registers: producer 40, consumers 232, of them 64 sums, 64 accumulators and 32
-// of fragments; with three warpgroups 32 and 160, half as many sums.
+// staging, barriers. Registers: producer 40, consumers 232, of which 64 sums, 64 accumulators and
+// 32 for fragments; with three warpgroups 32 and 160, with half as many sums.
 //
 // Full(s) and Empty(s) as in cooperative_sm90.cuh.
 #ifndef JAXCONV_CUDA_IGEMM_WGMMA_THREE_TF32_SM90_CUH_
@@ -55,13 +55,13 @@ struct ThreeTf32Tile : WgmmaTile<kWarpgroups, false, 1, kN_, 0, kStages_> {
     return (row & 8) | (row & 1) << 2 | (row & 7) >> 1;
   }
 
-  // A lane's part of a k-block of A, in two parts, as four instructions want it.
+  // A lane's fragments of a k-block of A for four instructions, in big and small parts.
   struct Fragments {
     uint32_t big[4][4], small[4][4];
 
-    // `at`: of the lane in a stage (FragmentAt).
+    // `at`: the lane's offset in a stage (FragmentAt).
     __device__ __forceinline__ void Load(uint32_t stage, uint32_t at) {
-      uint32_t word[4][4];  // of instruction, register
+      uint32_t word[4][4];  // [instruction][register]
 #pragma unroll
       for (int q = 0; q < 4; ++q) {
         // Channels from 16 (q / 2) on, row g + 8 (q % 2).
@@ -94,15 +94,16 @@ struct ThreeTf32Tile : WgmmaTile<kWarpgroups, false, 1, kN_, 0, kStages_> {
       }
     }
   };
-  // Where a consumer lane's first 16 bytes of A lie in a stage. The other 16 channels are 64 bytes
-  // on, modulo 128.
+  // The offset in a stage of a consumer lane's first 16 bytes of A. The other 16 channels lie 64
+  // bytes further, modulo 128.
   static __device__ __forceinline__ uint32_t FragmentAt() {
     const int lane = Lane();
     const int row = PixelOf(lane / 4);
     return (threadIdx.x / 32 - 4) * 2048 + row * 128 + ((lane % 4) ^ row) * 16;
   }
 
-  // Starts the three products of a k-block, `part` = A B. `b`: the big parts, then the small ones.
+  // Starts the three products of a k-block, `part` = A B. `b`: the address of the big parts; the
+  // small parts follow.
   static __device__ __forceinline__ void Multiply(float (&part)[kN / 2], const Fragments& a,
                                                   uint32_t b) {
     const uint64_t b_big = KMajorDescriptor(b), b_small = KMajorDescriptor(b + Base::kBytesB);
@@ -120,7 +121,7 @@ struct ThreeTf32Tile : WgmmaTile<kWarpgroups, false, 1, kN_, 0, kStages_> {
   }
 };
 
-// The sums of a tile's k-blocks, of a consumer warpgroup. load(stage's address, &fragments).
+// A consumer warpgroup's sums over a tile's k-blocks. load(stage's address, &fragments) loads A.
 template <class Products, class Tile, typename Load>
 __device__ __forceinline__ void SumKBlocks(int32_t k_blocks, uint32_t ring,
                                            const Barriers<Tile>& barriers, const Release& release,
@@ -141,7 +142,8 @@ __device__ __forceinline__ void SumKBlocks(int32_t k_blocks, uint32_t ring,
   }
 }
 
-// A consumer warpgroup: the same code for all, because no descriptor depends on its number.
+// A consumer warpgroup. All run the same code, because no descriptor depends on the warpgroup's
+// number.
 template <Op kOp, class Tile, class Epilogue>
 __device__ __forceinline__ void ConsumeThreeTf32(const Params& params, uint32_t ring,
                                                  const Barriers<Tile>& barriers) {
@@ -162,7 +164,7 @@ __device__ __forceinline__ void ConsumeThreeTf32(const Params& params, uint32_t 
     };
     if (k_blocks == 0) {
       if constexpr (kStoresZeros<kOp, Tile>) {
-        // A call of its own: zeros joined with the sums below would spill them.
+        // A separate call: merging these zeros with the sums below would spill them.
         if (HasRows<Tile>(of, place)) store({});
       }
       continue;

@@ -8,7 +8,7 @@
 
 namespace jaxconv::igemm_wgmma {
 
-// kTileCounters counters, all 0 when the kernel behind it in the stream starts to use them.
+// Sets kTileCounters counters to 0 before the next kernel in the stream uses them.
 Status LaunchTileCounterReset(int32_t* counters, void* stream);
 
 }  // namespace jaxconv::igemm_wgmma

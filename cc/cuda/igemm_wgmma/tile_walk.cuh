@@ -1,4 +1,4 @@
-// Where a CTA is: which tile of the output, which pixels of the source, which k-block of the
+// The position of a CTA: its tile of the output, its pixels of the source, its k-block of the
 // reduction.
 #ifndef JAXCONV_CUDA_IGEMM_WGMMA_TILE_WALK_CUH_
 #define JAXCONV_CUDA_IGEMM_WGMMA_TILE_WALK_CUH_
@@ -10,7 +10,7 @@
 
 namespace jaxconv::igemm_wgmma {
 
-// A tile index as its digits.
+// The digits of a tile index.
 struct TilePlace {
   int32_t n_tile = 0, m_tile = 0, slice = 0, group = 0, batch = 0, residue_class = 0;
 
@@ -21,13 +21,13 @@ struct TilePlace {
     params.groups.Divmod(index, &index, &group);
     params.batches.Divmod(index, &residue_class, &batch);
   }
-  // Where there is one slice, group, batch and residue class.
+  // For one slice, group, batch and residue class.
   static __device__ __forceinline__ TilePlace OfRows(const Params& params, int32_t index) {
     TilePlace place;
     params.n_tiles.Divmod(index, &place.m_tile, &place.n_tile);
     return place;
   }
-  // Of the output's first element in the tile's first column.
+  // The output offset of row 0 in the tile's first column.
   __device__ __forceinline__ int64_t OutputOffset(const Params& params, int32_t n_first) const {
     return slice * params.slice_elements + batch * params.out_batch +
            int64_t{group} * params.out_group + n_first;
@@ -37,7 +37,7 @@ struct TilePlace {
   TilePlace() = default;
 };
 
-// The source pixel of a tile's row, as TMA wants it.
+// The source pixel of a tile's row, as TMA coordinates.
 struct PixelPlace {
   int32_t x = 0, y = 0, z = 0, image = 0;
 
@@ -58,9 +58,9 @@ struct PixelPlace {
   }
 };
 
-// A k-block of a tile's reduction: taps fastest, then channel blocks, so that first reads of the
-// source are spread over the reduction and not all at its beginning. In filter-row the taps of a
-// row share a load, and t0 stays 0.
+// A k-block of a tile's reduction. Taps advance fastest, then channel blocks, so that first reads
+// of the source are spread over the whole reduction. In filter-row the taps of a row share a load,
+// and t0 stays 0.
 template <bool kFilterRow>
 struct KBlock {
   int32_t channel_block = 0, t0 = 0, t1 = 0, t2 = 0;

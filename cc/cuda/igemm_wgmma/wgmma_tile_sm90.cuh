@@ -15,24 +15,23 @@ namespace jaxconv::igemm_wgmma {
 // A stage holds the activations and the filter of one k-block. kFilterRow: a stage holds the
 // activations of a whole filter row, kTileM pixels and kMaxSpan more of the padded image, which
 // every tap of the row reads one pixel further on. The filter then has kFilterSlots slots of its
-// own, a k-block each. kStationary > 0: so many k-blocks of the filter stay in shared memory for
-// good.
+// own, a k-block each. kStationary > 0: this many k-blocks of the filter stay in shared memory.
 //
-// kStagingBytes of shared memory for each consumer warp, where results are reordered before they
-// are stored: 2048 for one buffer, 4096 for two or for 64 columns of 16 rows in float32. float32
-// results of pingpong tiles of float32 operands need none, nor do those that are partial sums where
-// there are less than 4096.
+// kStagingBytes: shared memory in which a consumer warp reorders results before it stores them:
+// 2048 for one buffer, 4096 for two or for 64 columns of 16 rows in float32. No staging serves
+// float32 results of pingpong tiles with float32 operands, nor partial sums if kStagingBytes <
+// 4096.
 template <int kWarpgroups_, bool kPingpong_, int kTileM_, int kTileN_, int kStages_,
           bool kFilterRow_, int kFilterSlots_, int kStationary_, int kStagingBytes_>
 struct TileLayout {
-  static constexpr int kWarpgroups = kWarpgroups_;  // of consumers
+  static constexpr int kWarpgroups = kWarpgroups_;  // consumer warpgroups
   static constexpr bool kPingpong = kPingpong_;
   static constexpr int kTileM = kTileM_, kTileN = kTileN_;
   static constexpr int kStages = kStages_;
   static constexpr int kFilterSlots = kFilterSlots_, kStationary = kStationary_;
   static constexpr bool kFilterRow = kFilterRow_;
   static constexpr int kThreads = (kWarpgroups + 1) * 128;
-  static constexpr int kPixels = kTileM + (kFilterRow ? kMaxSpan : 0);  // of a load
+  static constexpr int kPixels = kTileM + (kFilterRow ? kMaxSpan : 0);  // pixels of a load
   static constexpr int kBytesA = kPixels * 128;
   static constexpr int kBytesB = kTileN * 128;
   static constexpr int kStageBytes = kBytesA + (kFilterSlots > 0 || kStationary > 0 ? 0 : kBytesB);
@@ -44,7 +43,7 @@ struct TileLayout {
   static constexpr int kSharedBytes = kStagingAt + kWarpgroups * 4 * kStagingBytes + 1024;
   static_assert(kSharedBytes + 1024 <= 232448, "227 KB a CTA, barriers among them");
   static_assert(kBytesA % 1024 == 0, "the swizzle's pattern starts with every slot");
-  // 65536 registers among the warpgroups; the producer needs few.
+  // The warpgroups share 65536 registers; the producer needs few.
   static constexpr int kAccumulators = kTileM * kTileN / (kPingpong ? 1 : kWarpgroups) / 128;
   static constexpr int kProducerRegisters = kWarpgroups == 3 ? 32 : kAccumulators > 160 ? 24 : 40;
   static constexpr int kConsumerRegisters = kWarpgroups == 3      ? 160
@@ -55,8 +54,8 @@ struct TileLayout {
 // kWarpgroups consumer warpgroups of kBlocks x 64 rows by kN0 + kN1 columns (two instructions where
 // one cannot be so wide). Cooperative: the warpgroups share a tile, one above the other. Pingpong:
 // each has a tile of its own, and they alternate on the tensor cores, so that one stores while the
-// other multiplies. kSteps: instructions along a k-block, 32 bytes each, of 4; the rest is not
-// multiplied.
+// other multiplies. kSteps: the first kSteps of a k-block's 4 instructions (32 bytes of the
+// reduction each) are issued.
 template <int kWarpgroups_, bool kPingpong_, int kBlocks_, int kN0_, int kN1_, int kStages_,
           bool kFilterRow_ = false, int kFilterSlots_ = 0, int kStationary_ = 0,
           int kStagingBytes_ = 4096, int kSteps_ = 4>
@@ -67,23 +66,24 @@ struct WgmmaTile
   static constexpr bool kPatches = false;  // columns are elements of a patch
   static constexpr int kBlocks = kBlocks_;
   static constexpr int kN0 = kN0_, kN1 = kN1_;
-  // From one warpgroup's rows of a cooperative tile to the next.
+  // Rows of a cooperative tile from one warpgroup to the next.
   static constexpr int kRowsOfWarpgroup = kPingpong_ ? 0 : kBlocks * 64;
 
-  // Which of a warp's 16 pixels a row of the accumulators is.
+  // The pixel, among a warp's 16, that a row of the accumulators holds.
   static __device__ __forceinline__ int PixelOf(int row) { return row; }
 
   struct Accumulators {
     float first[kBlocks][kN0 / 2];
     float second[kBlocks][kN1 > 0 ? kN1 / 2 : 1];
 
-    // Of 64 rows, from a column on.
+    // The accumulators of 64 rows from a column on.
     __device__ __forceinline__ const float* Columns(int block, int column) const {
       return column < kN0 ? &first[block][column / 2] : &second[block][(column - kN0) / 2];
     }
   };
 
-  // One k-block, 128 bytes of the reduction. `a`: of this warpgroup; `b`: the whole tile's.
+  // Multiplies one k-block, 128 bytes of the reduction. `a`: this warpgroup's rows; `b`: the whole
+  // tile's columns.
   template <typename T, bool kMnMajorA, bool kMnMajorB>
   static __device__ __forceinline__ void Multiply(Accumulators& acc, uint32_t a, uint32_t b,
                                                   bool accumulate) {

@@ -11,21 +11,19 @@
 //     tap 1            [---------------------]
 //     tap 2                 [----------------------]
 //
-// The pixels are those of a walk in which every image row is followed by columns of zeros, as many
-// as the wider side of the padding, so that the pixels before a row's first and after its last are
-// zeros of the walk itself. dy is padded the same way, so products in the padding are zero, except
-// where x is Inf or NaN: 0 * Inf = NaN, and within `padding` pixels of a row's ends it reaches all
-// taps of the filter rows that touch it.
+// The pixel index runs over image rows that are each followed by max(pad_lo, pad_hi) columns of
+// zeros, so the pixels before a row's first and after its last are zeros. dy is padded the same
+// way, so products in the padding are zero, except where x is Inf or NaN: 0 * Inf = NaN reaches all
+// taps of the filter rows that touch such an x within `padding` pixels of a row's ends.
 //
 //     producer, one warp    one thread: of every k-block a box of dy and a box of x, 33 KB
 //     consumer warpgroup    64 of K x (3 taps x 64 channels), 96 accumulators a thread
 //
 // A tile is a unit (three taps, a filter row, 64 channels) and 64 of K. A k-block is 128 pixels: 64
-// would keep the tensor cores busy for less time than the producer needs. Split-K: of S slices,
-// slice i takes k-blocks i, i + S, ..., so that CTAs running at the same time read neighbouring
-// image rows, which L2 reads once from DRAM; the slices' sums are added in order. Shared memory: 5
-// stages of 33 KB, 8 KB of staging. Registers: 148 a thread. Full(s), Empty(s): as in
-// cooperative_sm90.cuh.
+// would occupy the tensor cores for less time than the producer needs. Split-K: with S slices,
+// slice i takes k-blocks i, i + S, ..., so that concurrent CTAs read neighbouring image rows, which
+// cross from DRAM to L2 once; the slices' sums are added in order. Shared memory: 5 stages of 33
+// KB, 8 KB of staging. Registers: 148 a thread. Full(s), Empty(s): as in cooperative_sm90.cuh.
 //
 // Refused, with a reason: batched filters (a neighbour's Inf and NaN must not reach a gradient), a
 // stride along the last axis, filters of one tap there, taps that reach over more than kMaxSpan
@@ -52,7 +50,7 @@ template <int kStages_>
 struct WgradFilterRowTile {
   static constexpr int kStages = kStages_, kFilterSlots = 0, kStationary = 0;
   static constexpr int kColumns = kWgradRowTaps * 64;
-  static constexpr int kTileM = kColumns, kTileN = 64;  // of the filter's rows, of K
+  static constexpr int kTileM = kColumns, kTileN = 64;  // filter rows, output channels
   static constexpr int kThreads = 256;
   static constexpr int kBytesDy = kWgradRowPixels * 128;
   static constexpr int kBytesX = (kWgradRowPixels + kMaxSpan) * 128;
@@ -69,7 +67,7 @@ struct WgradFilterRowMaps {
   CUtensorMap x, dy;
 };
 
-// A tile's columns: some taps of a filter row, and 64 channels.
+// A tile's columns: several taps of a filter row times 64 channels.
 struct FilterRowUnit {
   int32_t chunk, t1, t2, channel_block;  // chunk: kWgradRowTaps taps each
 
@@ -82,7 +80,7 @@ struct FilterRowUnit {
   }
 };
 
-// A place of the walk, as TMA wants it.
+// A pixel of the padded rows as TMA coordinates.
 struct WalkPlace {
   int32_t x, y, z, image;
 
@@ -128,7 +126,7 @@ __device__ __forceinline__ void ProduceWgradFilterRows(const Params& params,
     const int32_t channel = place.group * params.a_group + unit.channel_block * 64;
     const uint16_t off1 = of.offset0[1] + unit.t1 * of.offset_step[1];
     const uint16_t off2 = of.offset0[2] + unit.t2 * of.offset_step[2];
-    // From a pixel of dy to the chunk's first tap, an image further on so that no index is
+    // The distance from a pixel of dy to the chunk's first tap, plus one image so that no index is
     // negative.
     const int32_t ahead =
         image_pixels + of.offset0[0] + unit.chunk * kWgradRowTaps * of.offset_step[0];
@@ -148,9 +146,9 @@ __device__ __forceinline__ void ProduceWgradFilterRows(const Params& params,
   }
 }
 
-// The accumulators -> the output, which has K fastest: in float32 eight neighbours of K of four
-// channels at a time, which are whole sectors of memory; in 16 bits transposed in shared memory, 64
-// channels by 16 of K of a warp.
+// Stores the accumulators to the output, whose fastest axis is K: float32 as eight neighbours of K
+// for four channels at a time, which are whole sectors; 16-bit results transposed in shared memory,
+// a warp's block of 64 channels by 16 of K.
 template <typename T, class Tile, class Epilogue>
 __device__ __forceinline__ void StoreWgradFilterRow(const Params& params, const TilePlace& place,
                                                     float (&acc)[Tile::kColumns / 2],
@@ -203,7 +201,7 @@ __device__ __forceinline__ void StoreWgradFilterRow(const Params& params, const 
         column += int64_t{8} * params.out_channels;
       }
     } else {
-      // Row c of 32 bytes, its halves exchanged where bit 2 of c is set: no bank conflicts.
+      // Row c has 32 bytes; its halves are swapped where bit 2 of c is set, against bank conflicts.
       auto half_address = [&](int c, int half) {
         return staging + c * 32 + (half ^ (c / 4 % 2)) * 16;
       };
@@ -234,8 +232,8 @@ __device__ __forceinline__ void StoreWgradFilterRow(const Params& params, const 
   }
 }
 
-// The consumer warpgroup. Its instructions take 96 cycles each: descriptors need not be made in
-// uniform registers.
+// The consumer warpgroup. An instruction takes 96 cycles, long enough to build descriptors outside
+// the uniform registers.
 template <typename T, class Tile, class Epilogue>
 __device__ __forceinline__ void ConsumeWgradFilterRows(const Params& params, uint32_t ring,
                                                        const Barriers<Tile>& barriers) {
@@ -292,7 +290,8 @@ __global__ void __launch_bounds__(Tag::kThreads, 1)
     PrefetchTensorMap(&maps.dy);
   }
   __syncthreads();
-  // 256 threads of 255 registers fit: the producer has none to give to the consumers.
+  // 256 threads with 255 registers each fit, so the producer need not give registers to the
+  // consumer.
   if (__shfl_sync(0xffffffff, threadIdx.x / 128, 0) == 0) {
     if (threadIdx.x == 0) ProduceWgradFilterRows(params, maps, ring, barriers);
   } else {

@@ -1,21 +1,22 @@
-// igemm_wgmma, wgrad of float32 operands in TF32: mma.sync out of boxes that TMA loads (sm_90a).
+// igemm_wgmma, wgrad of float32 operands in TF32: mma.sync on boxes that TMA loads (sm_90a).
 //
 //     rows = blocks of 32 channels under taps, columns = K / groups, reduction = output pixels
 //
-// wgmma takes TF32 from shared memory along the reduction only, and both of wgrad's operands lie
-// across it: a row of shared memory is 32 channels of one pixel. Fragments of mma.sync come from
-// registers, so any order serves: of rows, because the store undoes it, and of the reduction,
-// because both operands are read in the same. Lane 4 g + t reads pixel 2 t for the first half of an
-// instruction's reduction and 2 t + 1 for the other:
+// wgmma reads TF32 operands K-major only, and both of wgrad's operands are MN-major: a row of
+// shared memory is 32 channels of one pixel. mma.sync takes its fragments from registers, in any
+// order: the store undoes a permutation of the rows, and a permutation of the reduction is harmless
+// if both operands share it. Lane 4 g + t reads pixel 2 t for the first half of an instruction's
+// reduction and 2 t + 1 for the second:
 //
 //     A: 8 bytes, channels 2 g and 2 g + 1, which are rows g and g + 8: the halves of a fragment
 //     B: 4 bytes, column g
 //
 // Chunk c (16 bytes) of pixel p lies at c ^ p % 8: lanes that read together differ in 2 t, so there
-// are no bank conflicts, and registers come in the order in which the instruction takes them.
+// are no bank conflicts, and the registers have the order that the instruction takes.
 //
 //     producer warpgroup   one thread. A k-block is 32 pixels: for each 32 channels of the tile's
-//                          rows a box of x under its tap, by im2col, and one box of all columns of dy
+//                          rows one im2col box of x under its tap, and one box with all columns of
+//                          dy
 //     consumers            8 warps of 64x64 (128x64: of 32x32), which all read every stage
 //
 // Shared memory of 128x256: barriers and the producer's list of boxes in 1 KB, 4 stages of (16 +
@@ -96,23 +97,23 @@ struct MmaSyncTile {
     for (int i = 0; i < kWarpM / 16; ++i) {
 #pragma unroll
       for (int jj = 0; jj < kWarpN / 8; ++jj) {
-        // Forth and back: neighbouring instructions share an operand.
+        // In serpentine order, so that consecutive instructions share an operand.
         const int j = i % 2 == 0 ? jj : kWarpN / 8 - 1 - jj;
         MultiplyAdd<float>(acc.value[i][j], from.a[i], from.b[j][0], from.b[j][1]);
       }
     }
   }
 
-  // Where a warp's box of 32 rows is stored: the output offset of its first channel and column,
-  // that channel's row of the filter, and how many of its channels exist.
+  // The output position of a warp's box of 32 rows: the output offset of its first channel and
+  // column, that channel's row of the filter, and how many of its channels exist.
   struct BoxPlace {
     int64_t offset;
     int32_t row;
     int channels;
   };
 
-  // box_place(box): of the warp's boxes; `pitch`: from one channel to the next; `channel0`: the
-  // output channel of the first of `columns` columns.
+  // box_place(box): the BoxPlace of the warp's box; `pitch`: elements from one channel to the next;
+  // `channel0`: the output channel of the first of `columns` columns.
   template <class Epilogue, typename BoxPlaceOf>
   static __device__ __forceinline__ void Store(const Accumulators& acc, float* out, int32_t pitch,
                                                int columns, int channel0, const Epilogue& epilogue,
@@ -145,8 +146,8 @@ struct MmaSyncTile {
   }
 };
 
-// The producer, one thread. A tile's rows are boxes out of the list of taps x channel blocks. The
-// boxes' coordinates are kept in shared memory: in registers they would be spilled.
+// The producer, one thread. A tile's rows are boxes from the list of taps x channel blocks. The
+// boxes' coordinates lie in shared memory, because registers would spill.
 template <class Tile>
 __device__ __forceinline__ void ProduceMmaSyncStages(const Params& params, const Maps& maps,
                                                      uint32_t ring,
@@ -195,8 +196,8 @@ __device__ __forceinline__ void ProduceMmaSyncStages(const Params& params, const
   }
 }
 
-// The consumer warps, which all work on every stage. The fragments of a step (8 of the reduction)
-// are read while those of the step before are multiplied, over the edges of stages too.
+// The consumer warps; each works on every stage. They read the fragments of one instruction (8 of
+// the reduction) while they multiply those of the previous one, across stage boundaries too.
 template <class Tile, class Epilogue>
 __device__ __forceinline__ void ConsumeMmaSyncStages(const Params& params, uint32_t ring,
                                                      const Barriers<Tile>& barriers) {
@@ -236,7 +237,7 @@ __device__ __forceinline__ void ConsumeMmaSyncStages(const Params& params, uint3
             Tile::Read(a, b, at, 0, fragments[0]);
           }
           Tile::Multiply(fragments[s % 2], acc);
-          // The fragments that were just multiplied have been read: the stage is free.
+          // All fragments of the stage have been read: it is free.
           __syncwarp();
           if (threadIdx.x % 32 == 0) BarrierArrive(empty);
         }
@@ -266,7 +267,7 @@ __global__ void __launch_bounds__(Tag::kThreads, 1)
   using Tile = typename Tag::Tile;
   extern __shared__ __align__(1024) unsigned char dynamic[];
   const uint32_t ring = (SharedAddress(dynamic) + 1023) & ~1023u;
-  // Of the ring's base address: with two, the uniform registers overflow.
+  // Derived from the ring's base address: a second base address overflows the uniform registers.
   const Barriers<Tile> barriers{ring};
   static_assert(Barriers<Tile>::kCount * 8 <= Tile::kBoxesAt);
   if (threadIdx.x == 0) {
@@ -288,7 +289,7 @@ __global__ void __launch_bounds__(Tag::kThreads, 1)
   }
 }
 
-// Of boxes of x and of dy, as the producer loads them.
+// Launches with tensor maps of the boxes of x and of dy that the producer loads.
 template <auto kKernel, class Tag, bool kWholeF32>
 Status LaunchWgradBoxes(const Plan& plan, const Operands& operands, void* stream) {
   return LaunchWithMaps<kKernel, Tag, Maps>(

@@ -2,10 +2,10 @@
 //
 //     rows = channel blocks under taps, columns = K / groups, reduction = output pixels
 //
-// A tile's rows are kTileM / 64 boxes out of the list of taps x channel blocks of 64 channels, so
-// that a tile may span taps. A k-block is 64 output pixels: of each box the pixels of x under its
-// tap, by im2col, and of dy the tile's columns. Both operands are MN-major: a row of shared memory
-// is 64 channels of one pixel.
+// A tile's rows are kTileM / 64 boxes from the list of taps x blocks of 64 channels, so a tile may
+// span taps. A k-block is 64 output pixels: for each box an im2col load of x under its tap, and the
+// tile's columns of dy. Both operands are MN-major: a row of shared memory is 64 channels of one
+// pixel.
 //
 //     128 x 256           dy: 4 boxes of 64 of K
 //     x: tap t, block b   | consumer 0 |
@@ -26,7 +26,7 @@
 
 namespace jaxconv::igemm_wgmma {
 
-// Output pixels of a k-block.
+// Output pixels in a k-block.
 inline constexpr int kWgradPixels = 64;
 
 // The producer, one thread.
@@ -85,7 +85,7 @@ __device__ __forceinline__ void ProduceWgradStages(const Params& params, const M
 // What wgrad changes in a form of fprop and dgrad.
 template <class Form>
 struct WgradForm : Form {
-  static constexpr int kPixels = kWgradPixels;  // of a load
+  static constexpr int kPixels = kWgradPixels;  // pixels of a load
 
   static __device__ __forceinline__ void Produce(const Params& params, const Maps& maps,
                                                  uint32_t ring,

@@ -3,9 +3,9 @@
 //
 //     rows = blocks of 32 channels under taps, columns = K / groups, reduction = output pixels
 //
-// Both operands lie across the reduction, a row of shared memory is 32 channels of one pixel, as in
-// wgrad_mma_sync_sm90.cuh, whose producer and order of rows and reduction these are. wgmma takes A
-// from registers, where any order serves, and B out of shared memory along the reduction only:
+// Both operands are MN-major: a row of shared memory is 32 channels of one pixel. The producer and
+// the order of rows and reduction are those of wgrad_mma_sync_sm90.cuh. wgmma takes A from
+// registers, in any order, and B from shared memory, K-major only:
 //
 //     producer    one thread. A k-block is 32 pixels: boxes of x under their taps, and of dy
 //     splitters   a warpgroup. A thread reads a column of dy, splits it, and writes both parts as rows
@@ -13,11 +13,11 @@
 //     consumers   two warpgroups of 64 rows. Each loads its fragments of x, splits them, and multiplies;
 //                 one loads and adds while the other keeps the tensor cores busy
 //
-// Reduction index kk of eight pixels is pixel 2 kk, from 4 on 2 (kk - 4) + 1. The products of a
-// k-block are added to the sums by FADD.
+// Reduction index kk of eight pixels is pixel 2 kk for kk < 4, and 2 (kk - 4) + 1 for kk >= 4. The
+// products of a k-block are added to the sums by FADD.
 //
 // Full(s): TMA -> splitters and consumers. FullFilter(s): splitters -> consumers. Empty(s):
-// consumers -> producer; the splitters have read a stage before it is multiplied. Shared memory of
+// consumers -> producer (the splitters have read a stage before it is multiplied). Shared memory of
 // 128x128: a list of boxes, 3 stages of (16 + 16 + 32) KB. Registers: producer and splitters 64,
 // consumers 192.
 //
@@ -45,7 +45,7 @@ struct WgradThreeTf32Tile {
   static constexpr int kPixels = 32;
   static constexpr int kBoxBytes = kPixels * 128;
   static constexpr int kBytesA = kTileM / 32 * kBoxBytes, kBytesB = kTileN / 32 * kBoxBytes;
-  static constexpr int kBytesPart = kN * 128;  // of B, as wgmma reads it
+  static constexpr int kBytesPart = kN * 128;  // bytes of B, as wgmma reads it
   static constexpr int kPartsAt = kBytesA + kBytesB;
   static constexpr int kStageBytes = kPartsAt + 2 * kBytesPart;
   static constexpr int kBoxesAt = 512;  // the producer's list of boxes; in front of it, barriers
@@ -56,7 +56,7 @@ struct WgradThreeTf32Tile {
   static constexpr int kProducerRegisters = 64, kConsumerRegisters = 192;
 };
 
-// Splits words, with care where one is not finite or too large for the quick way.
+// Splits words; words that are not finite or too large for the short form take the long form.
 template <int kWords>
 __device__ __forceinline__ void SplitWordsOf(const uint32_t (&words)[kWords],
                                              uint32_t (&big)[kWords], uint32_t (&small)[kWords]) {
@@ -122,9 +122,10 @@ template <class Tile, class Epilogue>
 __device__ __forceinline__ void ConsumeThreeTf32Columns(const Params& params, uint32_t ring,
                                                         const Barriers<Tile>& barriers) {
   constexpr int kSteps = Tile::kPixels / 8;
-  const int warp = threadIdx.x / 32 - 8;  // of both warpgroups
+  const int warp = threadIdx.x / 32 - 8;  // 0 to 7 over both warpgroups
   const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-  // A warp has 16 channels, a half of a box; a lane's are 2 g and 2 g + 1, rows g and g + 8.
+  // A warp has 16 channels, half a box; a lane has channels 2 g and 2 g + 1, which are rows g and g
+  // + 8.
   uint32_t of_lane[2];
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
@@ -175,14 +176,14 @@ __device__ __forceinline__ void ConsumeThreeTf32Columns(const Params& params, ui
       products(big, b_big, false);
       WgmmaCommit();
       WgmmaWait<0>();
-      // Every warp has read its part of A.
+      // The warp has read its part of A.
       __syncwarp();
       if (threadIdx.x % 32 == 0) BarrierArrive(barriers.Empty(stage.slot));
       stage.Next();
 #pragma unroll
       for (int j = 0; j < Tile::kN / 2; ++j) sums[j] += WgmmaResult(part[j]);
     }
-    // As MmaSyncTile::Store.
+    // Like MmaSyncTile::Store.
     const int32_t n_first = place.n_tile * Tile::kTileN;
     const int32_t m = place.m_tile * Tile::kTileM + warp / 2 * 32;
     int32_t tap, channel_block;

@@ -1,16 +1,15 @@
 // Global memory -> swizzled shared memory for the tensor-core implicit GEMM.
 //
-// The reduction is one flat index over (tap, channel) in fprop and dgrad and over the output's
-// pixels in wgrad, so a channel count that does not fill a stage wastes nothing. A thread always
+// The reduction is one flat index: over (tap, channel) in fprop and dgrad, over the output pixels
+// in wgrad. A channel count that does not fill a stage therefore wastes nothing. A thread always
 // copies the same chunk column of a stage:
 //     fprop A, dgrad A and B   the column is a reduction index: one tap and channel for all rows
 //     fprop B, wgrad B         rows are reduction indices, the column is gemm_n
 //     wgrad A                  rows are pixels, the column is one tap and channel, in all stages
-// The padding, rows past the last, and the reduction past its end are filled with zeros, on both
-// sides.
+// Both operands are zero in the padding, in rows past the last, and past the end of the reduction.
 //
-// A chunk (16 bytes) is one copy where both channel counts allow; the align8, align2 and b_align2
-// instances cut it into copies of 8 or 4 bytes, or into 16-bit loads through registers.
+// A chunk (16 bytes) is one copy if both channel counts allow; the align8, align2 and b_align2
+// instances divide it into copies of 8 or 4 bytes, or into 16-bit loads through registers.
 #ifndef JAXCONV_CUDA_IGEMM_WMMA_ASYNC_LOADER_CUH_
 #define JAXCONV_CUDA_IGEMM_WMMA_ASYNC_LOADER_CUH_
 
@@ -27,15 +26,15 @@
 namespace jaxconv::igemm_wmma {
 
 // The loader of both operands of an operation, for MmaMainloop. OperandA and OperandB: OperandTile.
-// kCopyA, kCopyB: bytes of one copy, 16, 8 or kAnyCopy. kDilated: fprop whose taps are not the
-// filter's, in order (lhs_dilation).
+// kCopyA, kCopyB: bytes of one copy, 16, 8 or kAnyCopy. kDilated: fprop with lhs_dilation, whose
+// taps are a subset of the filter's.
 template <Op kOp, typename T, class Tile, class OperandA, class OperandB, int kCopyA, int kCopyB,
           bool kDilated>
 class AsyncLoader {
  public:
   static constexpr int kTileK = OperandA::kTileK;
   static constexpr int kThreads = Tile::kThreads;
-  // wgrad: pixels are located kThreads at a time, a group ahead of their use.
+  // wgrad: pixels are decoded kThreads at a time, one group ahead of their use.
   static constexpr int kStagesOfGroup = kThreads / kTileK;
   static constexpr int kWidth = 16 / sizeof(T);
   static constexpr bool kHasTapTable = kOp != Op::kWgrad && kCopyA != kAnyCopy;
@@ -43,7 +42,7 @@ class AsyncLoader {
     AxisPhase phase[3];  // filled before the loader is made
     GatherPixel pixel[kOp == Op::kWgrad ? 2 * kThreads : Tile::kTileM];
     int32_t dst[kOp == Op::kWgrad ? 1 : Tile::kTileM];  // fprop, dgrad: pixel of the output, or -1
-    const T* a;                                         // fprop: of this batch and group
+    const T* a;                                         // fprop: this batch and group
     // fprop, dgrad, known copy width: kNoTap, then the taps of the stride residue class.
     TapEntry tap[kHasTapTable ? kMaxTableTaps + 1 : 1];
     // wgrad, any copy: the tile's rows.
@@ -113,8 +112,8 @@ class AsyncLoader {
 
   __device__ __forceinline__ void Prepare() {
     if constexpr (kOp == Op::kWgrad) {
-      // Into the half of the table that group next_group_ - 2 used. All threads have passed a
-      // barrier since then, except in the prologue, for which the first two groups suffice.
+      // Written to the half of the table that group next_group_ - 2 used. All threads have passed a
+      // barrier since, except in the prologue, which needs only the first two groups.
       if (stage_ >= (next_group_ - 1) * kStagesOfGroup && stage_ >= Tile::kStages - 1) {
         LocateGroup(next_group_++);
       }
@@ -184,19 +183,19 @@ class AsyncLoader {
   static constexpr bool kHeldA = kCopyA == kAnyCopy && sizeof(T) == 2;
   static constexpr bool kHeldB = kCopyB == kAnyCopy && sizeof(T) == 2;
   static_assert(kOp != Op::kDgrad || kCopyA == kCopyB);
-  // The pixels of this thread's rows; in fprop and dgrad the same in all stages. The TF32 instances
-  // and wgrad with any copy width have no registers left for them.
+  // Whether the pixels of this thread's rows stay in registers; in fprop and dgrad all stages use
+  // the same. The TF32 instances and wgrad with any copy width lack the registers.
   static constexpr bool kPixelsInRegisters =
       sizeof(T) == 2 && (kOp != Op::kWgrad || kCopyA != kAnyCopy);
 
-  // Of a part of this thread's chunk column of A: tap and channel in the next stage.
+  // Tap and channel in the next stage of a part of this thread's chunk column of A.
   struct Cursor {
     const T* source;
     int32_t pixel;
     uint32_t taps;
   };
 
-  // Looks up the components of the next stage's addresses, without a branch and a whole stage
+  // Computes the components of the next stage's addresses, without a branch and a whole stage
   // before their use: in fprop and dgrad the tap and channel of this thread's column, in wgrad the
   // pixels of its rows.
   __device__ __forceinline__ void Locate() {
@@ -208,7 +207,7 @@ class AsyncLoader {
         int32_t tap, channel;
         gemm.reduce_channels_divmod.Divmod(k, &tap, &channel);
         const TapEntry entry = shared_.tap[k < k_end_ ? tap + 1 : 0];
-        // fprop has no registers for the pointer.
+        // In fprop no register is left for the pointer.
         const T* a = kOp == Op::kFprop ? shared_.a : a_;
         cursor_[part] = {a + channel, entry.pixel, entry.taps};
         if constexpr (kOp == Op::kDgrad) {
@@ -224,7 +223,7 @@ class AsyncLoader {
     }
   }
 
-  // The gathered tensor: passes kFirst to kLast of one part of the chunk.
+  // Copies the gathered tensor: passes kFirst to kLast of one part of the chunk.
   template <int kBytes, int kFirst, int kLast>
   __device__ __forceinline__ void GatherRows(uint32_t a, const Cursor& at, int part) {
     const int32_t pixel_bytes = params_.gemm.src_channels * int32_t{sizeof(T)};
@@ -240,7 +239,7 @@ class AsyncLoader {
     }
   }
 
-  // B of dgrad: rows of gemm_n under one tap.
+  // Copies B of dgrad: rows of gemm_n under one tap.
   template <int kBytes, int kFirst, int kLast>
   __device__ __forceinline__ void FilterRows(uint32_t b, const T* source, uint32_t taps, int part) {
     const int32_t row_bytes = static_cast<int32_t>(params_.gemm.b_column) * int32_t{sizeof(T)};
@@ -253,8 +252,8 @@ class AsyncLoader {
     }
   }
 
-  // B of fprop and wgrad, a plain matrix: rows of the reduction, of which b_left_ exist from this
-  // thread's first one on.
+  // Copies B of fprop and wgrad, a plain matrix: rows of the reduction; b_left_ rows exist from
+  // this thread's first on.
   template <int kBytes, int kFirst, int kLast>
   __device__ __forceinline__ void MatrixRows(uint32_t b) {
     const int32_t row_bytes = static_cast<int32_t>(params_.gemm.b_reduce) * int32_t{sizeof(T)};
@@ -274,11 +273,11 @@ class AsyncLoader {
                        valid && (part == 0 || n_ + part * kElements < params_.gemm.gemm_n));
     }
   }
-  // The same where every row has a tap of its own.
+  // The same if each row has its own tap.
   template <int kBytes>
   __device__ __forceinline__ void DilatedRows(uint32_t b) {
     const ImplicitGemm& gemm = params_.gemm;
-    // Unrolled only where rows are held in registers, which need compile-time indices.
+    // Unrolled only if registers hold the rows, which needs compile-time indices.
 #pragma unroll(kBytes == 2 ? OwnerB::kPasses : 1)
     for (int i = 0; i < OwnerB::kPasses; ++i) {
       const TapChannel at =
@@ -289,7 +288,7 @@ class AsyncLoader {
     }
   }
 
-  // A with any copy width; in dgrad B too, from the same reduction indices.
+  // Copies A with any copy width; in dgrad also B, from the same reduction indices.
   template <int kBytes>
   __device__ __forceinline__ void AnyWidthA(uint32_t a, uint32_t b) {
     const ImplicitGemm& gemm = params_.gemm;
@@ -324,7 +323,7 @@ class AsyncLoader {
   Shared& shared_;
   const T* a_;  // of this batch and group
   const T* b_;
-  int32_t k_, k_end_;  // first reduction index of the next stage; where the slice ends
+  int32_t k_, k_end_;  // first reduction index of the next stage; end of the slice
   int32_t n_;          // this thread's column of B; in dgrad its first row
   Cursor cursor_[kPartsA];
   const T* b_source_[kOp == Op::kDgrad ? kPartsA : 1];  // its first row of B in the next stage

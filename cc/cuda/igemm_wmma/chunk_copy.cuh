@@ -10,7 +10,7 @@
 
 namespace jaxconv::igemm_wmma {
 
-// How a CTA's threads share the chunks of an operand: every thread has one column and kPasses rows.
+// Distributes the chunks of an operand over a CTA's threads: each has one column and kPasses rows.
 template <class Operand, int kThreads>
 struct ChunkOwner {
   static constexpr int kRowsOfPass = kThreads / Operand::kChunks;
@@ -21,8 +21,8 @@ struct ChunkOwner {
   __device__ static int Column() { return threadIdx.x % Operand::kChunks; }
   __device__ static int Row() { return threadIdx.x / Operand::kChunks; }
   // Offset of a pass's chunk from the operand's start in a stage. A pass of fewer rows than the
-  // swizzle's period changes the swizzle, by bits of the row number that the thread's own row
-  // lacks.
+  // swizzle's period changes the swizzle in bits of the row number that are 0 in the thread's own
+  // row.
   __device__ static uint32_t Offset() { return Operand::Offset(Row(), Column()); }
   __device__ static constexpr uint32_t OfPass(uint32_t first, int pass) {
     return (first + pass * kRowsOfPass * Operand::kRowBytes) ^
@@ -30,7 +30,7 @@ struct ChunkOwner {
   }
 };
 
-// Chunks loaded by 16-bit loads: in registers from IssuePart to Finish.
+// Chunks loaded by 16-bit loads; they stay in registers from IssuePart to Finish.
 template <class Operand, int kThreads, bool kEnabled>
 struct HeldChunks {
   static constexpr int kPasses = ChunkOwner<Operand, kThreads>::kPasses;
@@ -48,7 +48,7 @@ struct HeldChunks {
 template <class Operand, int kThreads>
 struct HeldChunks<Operand, kThreads, false> {};
 
-// One copy of kCopyBytes, to part `part` of a chunk.
+// Issues one copy of kCopyBytes to part `part` of a chunk.
 template <int kCopyBytes, class Held>
 __device__ __forceinline__ void CopyPart(Held& held, int pass, int part, uint32_t chunk,
                                          const void* source, bool valid) {
@@ -60,7 +60,7 @@ __device__ __forceinline__ void CopyPart(Held& held, int pass, int part, uint32_
   }
 }
 
-// A copy width that is known only when the kernel runs.
+// A copy width known only at run time.
 inline constexpr int kAnyCopy = 0;
 
 // Calls body with the copy width as a compile-time constant.

@@ -11,27 +11,26 @@ constexpr double kClockShare = 0.888325;
 constexpr double kStartUs = 0.014286;
 // Share of the GPU's DRAM rate.
 constexpr double kDramShare = 0.716528;
-// Per clock and SM. 127.7 bytes were measured for shared memory alone, 43 to 55 for tiles that many
-// SMs read from L2 at about the same time.
+// Per clock and SM. Measured: 127.7 bytes for shared memory alone, 43 to 55 for tiles that many SMs
+// read from L2 at about the same time.
 constexpr double kSharedBytesPerCycle = 128;
 constexpr double kL2BytesPerCycle = 43.4;
 // Partial results mostly stay in L2 between the two kernels.
 constexpr double kPartialBytesPerCycle = 20;
-// Filling the pipeline: decoding the tile's rows, and one round trip to DRAM. Resident CTAs hide it
-// from each other.
+// Cycles to fill the pipeline: to decode the tile's rows, and one DRAM latency. Resident CTAs hide
+// each other's.
 constexpr double kPrologueCycles = 4000;
-// Accumulators through shared memory to the output.
+// Bytes of accumulators that pass through shared memory to the output.
 constexpr double kEpilogueBytesPerCycle = 28;
-// Outputs that are not stored by 16 bytes, each of a tile.
+// Cycles for each output of a tile that is not stored as 16 bytes.
 constexpr double kUnalignedCycles = 0.25;
-// Of a tile's share of the tensor cores' rate in wgrad, with TF32 operands: 20 times inside
-// programs.
+// The factor on a tile's wgrad share with TF32 operands: 20 times measured inside programs.
 constexpr double kTf32WgradShare = 0.84;
-// Shared memory that the runtime keeps for each CTA.
+// Shared memory that the runtime reserves for each CTA.
 constexpr int64_t kReservedBytesOfCta = 1024;
 
-// The rate of an SM that holds only `ctas` of its `resident` CTAs, against a full one: too few
-// warps to hide each other's loads and barriers.
+// The throughput of an SM with only `ctas` of its `resident` CTAs, relative to a full SM: too few
+// warps hide each other's loads and barriers.
 double RateOfCtas(int64_t ctas, int64_t resident) {
   const double share = static_cast<double>(ctas) / static_cast<double>(resident);
   return share <= 0.25 ? 0.44 : share <= 0.5 ? 0.65 : 1.0;
@@ -47,7 +46,7 @@ int64_t ResidentCtas(const TileCost& tile, const Gpu& gpu) {
 double PredictMicroseconds(const TileCost& tile, const TiledWork& work, const Gpu& gpu) {
   const int64_t resident = ResidentCtas(tile, gpu);
   const double tile_k = static_cast<double>(tile.tile_k_bytes) / work.element_bytes;
-  // 32-bit operands are multiplied at half the rate.
+  // 32-bit operands have half the throughput.
   const double mma = gpu.mma_sync_per_clock * 2 / work.element_bytes;
   const double tensor = tile.products * tile.tile_m * tile.tile_n * tile_k / mma;
   const double warps = static_cast<double>(tile.warps_m * tile.warps_n);
@@ -64,7 +63,7 @@ double PredictMicroseconds(const TileCost& tile, const TiledWork& work, const Gp
   const double edge = kPrologueCycles / static_cast<double>(resident) +
                       outputs * 4 / kEpilogueBytesPerCycle +
                       (work.unaligned_output ? outputs * kUnalignedCycles : 0);
-  // The busiest SM; its last CTAs may be too few to keep the tensor cores busy.
+  // The busiest SM. Its last CTAs may be too few to keep the tensor cores busy.
   const int64_t per_sm = (work.ctas + gpu.sm_count - 1) / gpu.sm_count;
   const int64_t last = per_sm % resident;
   double cycles = static_cast<double>(per_sm) * edge + static_cast<double>(per_sm - last) * cta;

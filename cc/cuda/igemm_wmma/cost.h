@@ -7,9 +7,9 @@
 //     L2               (tile_m + tile_n) * tile_k elements into this SM
 //     DRAM             every tensor once, for all SMs together
 //
-// The slowest limits the mainloop, and an instance reaches a measured share of that limit. Around
-// the mainloop a CTA fills its pipeline and writes its outputs. The busiest SM decides. The
-// constants were fitted to 1200 timings of all instances on an H200 (docs/notes/igemm_wmma.md).
+// The slowest limits the mainloop, and an instance reaches a measured share of that limit. A CTA
+// also fills its pipeline and writes its outputs. The busiest SM determines the time. The constants
+// were fitted to 1200 timings of all instances on an H200 (docs/notes/igemm_wmma.md).
 #ifndef JAXCONV_CUDA_IGEMM_WMMA_COST_H_
 #define JAXCONV_CUDA_IGEMM_WMMA_COST_H_
 
@@ -19,34 +19,34 @@
 
 namespace jaxconv::igemm_wmma {
 
-// What the model must know of an instance.
+// The model's inputs from an instance.
 struct TileCost {
   int64_t tile_m = 0, tile_n = 0;
   int64_t tile_k_bytes = 0;  // of reduction in one stage
   int64_t warps_m = 0, warps_n = 0;
   int64_t ctas_per_sm = 1;
-  int64_t products = 1;      // on tensor cores, for a product of two operands
+  int64_t products = 1;      // tensor-core products for one product of operands
   int64_t shared_bytes = 0;  // of one CTA
-  // Share of its throughput limit that the instance reaches on an SM full of its CTAs: fprop and
-  // dgrad, wgrad.
+  // The share of its throughput limit that the instance reaches on a full SM: in fprop and dgrad,
+  // in wgrad.
   double gather_share = 1, wgrad_share = 1;
 };
 
-// What it must know of a problem cut into such tiles.
+// The model's inputs from a problem divided into such tiles.
 struct TiledWork {
   bool wgrad = false;
   int64_t element_bytes = 2;
   int64_t ctas = 0;
   double blocks = 0;              // k-blocks of a CTA, on average
   double dram_bytes = 0;          // every tensor once
-  double partial_bytes = 0;       // split-K: what the slices write, and the reduction reads again
+  double partial_bytes = 0;       // split-K: bytes that the slices write and the reduction reads
   bool unaligned_output = false;  // stored by pairs or single elements
 };
 
-// CTAs that an SM of the GPU holds at a time; 0 where not even one fits.
+// CTAs that an SM of the GPU holds at a time; 0 if none fits.
 int64_t ResidentCtas(const TileCost& tile, const Gpu& gpu);
 
-// Of a tile that fits the GPU.
+// The tile must fit on the GPU.
 double PredictMicroseconds(const TileCost& tile, const TiledWork& work, const Gpu& gpu);
 
 }  // namespace jaxconv::igemm_wmma

@@ -1,8 +1,8 @@
-// The gather of an implicit GEMM in two words a pixel.
+// The gather of an implicit GEMM, with two words for each pixel.
 //
 // For each gathered pixel a thread keeps its address at tap 0, and a mask with one bit per tap
-// coordinate and axis that is set if the tap coordinate lies inside the source. A tap is inside
-// when its bits on all (up to three) axes are set; elsewhere the loader writes zeros.
+// coordinate and axis that is set if the tap coordinate lies inside the source. A tap is inside if
+// its bits on all (up to three) axes are set; otherwise the loader writes zeros.
 #ifndef JAXCONV_CUDA_IGEMM_WMMA_GATHER_PIXEL_CUH_
 #define JAXCONV_CUDA_IGEMM_WMMA_GATHER_PIXEL_CUH_
 
@@ -16,7 +16,7 @@ struct GatherPixel {
   int32_t pixel;  // of the gathered tensor's batch, at tap coordinates 0; may lie outside
   uint32_t taps;  // axis 0's bits lowest; bit 31 is never set
 };
-// The mask of a tap that does not exist: no pixel has this bit.
+// The mask of a tap that does not exist; no pixel has this bit.
 inline constexpr uint32_t kNoTap = 1u << 31;
 
 // The tile of one CTA.
@@ -29,7 +29,7 @@ struct GemmTile {
   const T* b;
 };
 
-// One bit for each tap coordinate t that src + t * src_per_t keeps inside the source.
+// One bit for each tap coordinate t for which src + t * src_per_t lies inside the source.
 __device__ __forceinline__ uint32_t TapsInside(const GatherAxis& axis, int32_t src,
                                                int32_t tap_count) {
   if (axis.src_per_t == 1 || axis.src_per_t == -1) {  // an interval of t
@@ -44,7 +44,7 @@ __device__ __forceinline__ uint32_t TapsInside(const GatherAxis& axis, int32_t s
   return taps;
 }
 
-// Destination row or pixel -> GatherPixel, and the pixel of the output (-1: there is none).
+// Computes the GatherPixel of a destination row or pixel, and the pixel of the output (-1: none).
 __device__ __forceinline__ GatherPixel LocatePixel(const ImplicitGemm& gemm,
                                                    const AxisPhase (&phase)[3], int32_t row,
                                                    int32_t rows, int32_t* dst) {

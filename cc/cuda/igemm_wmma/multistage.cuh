@@ -6,10 +6,9 @@
 //     dgrad  dx[(n,i), c]  = sum over (r,k) of dy[gather(n,i,r), k] w[(r,c), k]
 //     wgrad  dw[(r,c), k]  = sum over (n,p) of x[gather(n,p,r), c]  dy[(n,p), k]
 // The reduction is one flat index, so a tap or a channel count that does not fill a stage wastes
-// nothing; strided dgrad runs residue class by residue class and multiplies no inserted zero. f16
-// and bf16 go through mma.sync.m16n8k16, f32 at precision "default" through m16n8k8 in TF32, and in
-// 3xtf32 instances, at any precision, through three of them (split_mainloop.cuh); all sums are
-// float32.
+// nothing; strided dgrad processes each residue class separately and multiplies no inserted zeros.
+// f16 and bf16 use mma.sync.m16n8k16; f32 uses m16n8k8 in TF32 at precision "default", or three of
+// them at any precision (3xtf32 instances, split_mainloop.cuh). All sums are float32.
 //
 // Tile: 128x256 or 256x128 outputs with 8 warps, 128x128 and 256x64 with 4, of 64x64 outputs a warp
 // (3xtf32: of 64x32); 128x64 and 64x64 for small problems, 256x16 and 128x16 for few output
@@ -18,18 +17,19 @@
 // 49,152 at 64x64, plus 1 to 5 KB of row, pixel and tap tables. Registers, 64x64 a warp: 128
 // accumulators, 64 fragments (two mma steps), 16 for the rows' pixels and tap masks; at most 255.
 //
-// Who waits for whom: cp.async fills stage s + 2 between the MMAs of stage s. Before the last step
-// of stage s a thread waits for its copies of stage s + 1; one barrier then tells that all copies
-// have arrived and that stage s is in registers. Addresses of a stage are looked up a stage ahead.
+// Synchronisation: cp.async fills stage s + 2 between the MMAs of stage s. Before the last step of
+// stage s a thread waits for its copies of stage s + 1. After the following barrier, all copies
+// have arrived and stage s is in registers. Addresses are computed one stage ahead.
 //
-// Bound by mma.sync, whose rate on Hopper is two thirds of wgmma's, and by shared memory: at that
-// rate warp tiles of 64x64 read 85 of its 128 bytes a cycle, and the copies write 32 to 43 more.
+// Bound by mma.sync, whose throughput on Hopper is two thirds of wgmma's, and by shared memory: at
+// that throughput, warp tiles of 64x64 read 85 of 128 bytes a cycle, and the copies write 32 to 43
+// more.
 //
-// Copies are 16 bytes where the channels allow, 8 in align8 instances; b_align2 copies any width of
-// B, align2 of both, single 16-bit elements through registers.
-// A filter stored as (k, r, c) is read by the other operation's kernel: strides are parameters.
-// Split-K, in all three operations: slices write float32 partial results, common/splitk_reduce.cuh
-// adds them in order.
+// Copies have 16 bytes if the channels allow, 8 in align8 instances; b_align2 copies B, and align2
+// both operands, at any width, with single 16-bit elements through registers. The other operation's
+// kernel reads a filter stored as (k, r, c), because strides are parameters. Split-K, in all three
+// operations: slices write float32 partial results, and common/splitk_reduce.cuh adds them in
+// order.
 //
 // Why not nvcuda::wmma: docs/notes/igemm_wmma.md.
 //
@@ -57,7 +57,7 @@
 
 namespace jaxconv::igemm_wmma {
 
-// kDilated: fprop with lhs_dilation, where every residue class has taps of its own.
+// kDilated: fprop with lhs_dilation, where each residue class has its own taps.
 template <class Tag, bool kDilated>
 __global__ void __launch_bounds__(Tag::Tile::kThreads, Tag::Tile::kMinBlocks)
     MultistageKernel(const __grid_constant__ Params params) {
@@ -173,7 +173,7 @@ struct Multistage {
   template <class Tag>
   static Status LaunchKernel(const char* name, const LaunchConfig& config, void* stream,
                              const Params& params) {
-    // Eight-warp tiles have no registers left for the taps of residue classes: the plan refuses.
+    // Eight-warp tiles lack registers for the taps of residue classes, so the plan refuses them.
     if constexpr (kOp == Op::kFprop && Tile::kThreads == 128) {
       if (!params.all_taps) {
         return jaxconv::Launch<MultistageKernel<Tag, true>>(name, config, stream, params);

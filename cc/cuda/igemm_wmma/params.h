@@ -10,11 +10,11 @@
 
 namespace jaxconv::igemm_wmma {
 
-// Taps of a stride residue class that fit the table in shared memory, which kernels with a
-// compile-time copy width use: 7x7 and 4x4x4 do.
+// The most taps of a stride residue class in the shared-memory table of kernels with a compile-time
+// copy width: 7x7 and 4x4x4 fit.
 inline constexpr int kMaxTableTaps = 64;
 
-// What the kernel gets. A launch sets the pointers.
+// The kernel's parameters. A launch sets the pointers.
 struct Params {
   ImplicitGemm gemm;
   const void* a = nullptr;
@@ -24,7 +24,8 @@ struct Params {
   int32_t out_vector = 0;  // rows of the output are aligned to 16 bytes and a multiple of them
   // Bytes of one copy: 16, 8, 4 or 2, the most that the channel counts allow.
   int32_t a_copy_bytes = 16, b_copy_bytes = 16;
-  // The taps of the one residue class are the filter's, in order, so that the filter is one matrix.
+  // Whether there is one residue class with all the filter's taps in order, so that the filter is
+  // one matrix.
   int32_t all_taps = 1;
   // A one-dimensional grid: n tiles fastest, so that neighbours share their rows of A; then
   // m tiles, split-K slices, batch * groups, stride residue classes (the ones with most taps
@@ -35,7 +36,7 @@ struct Params {
   EpilogueParams epilogue;
 };
 
-// What a launch needs beside the kernel's parameters. The parameter block of a plan.
+// The parameter block of a plan: the kernel's parameters and the launch configuration.
 struct LaunchParams {
   Params kernel;
   int64_t ctas = 0;

@@ -37,18 +37,18 @@ struct Instance {
   }
 };
 
-// By the names of the forms in kernels.def.
+// Named after the forms in kernels.def.
 constexpr bool kThreeTf32OfMultistage = false, kThreeTf32OfMultistage3xTf32 = true;
 
 // Partial results of split-K take at most this much workspace.
 constexpr int64_t kMaxWorkspaceBytes = 64'000'000;
-// A slice shorter than this spends more time on filling the pipeline than on its sum.
+// A shorter slice spends more time on filling the pipeline than on its sum.
 constexpr int64_t kMinBlocksPerSlice = 4;
 constexpr int64_t kMaxSlices = 512;
 constexpr int64_t kMaxTiles = (int64_t{1} << 31) / kMaxSlices - 1;
-// The bytes of a pixel and of a row of the filter fit in 32 bits.
+// So that the bytes of a pixel and of a filter row fit in 32 bits.
 constexpr int64_t kMaxChannels = int64_t{1} << 28;
-// Bit 31 of a GatherPixel says that a tap does not exist.
+// Bit 31 of a GatherPixel marks a tap that does not exist.
 constexpr int64_t kMaxTapBits = 31;
 
 int64_t OutputElements(const ConvProblem& problem) {
@@ -61,15 +61,15 @@ int64_t WorkspaceBytes(const ConvProblem& problem, int64_t slices) {
   return slices > 1 ? slices * OutputElements(problem) * int64_t{sizeof(float)} : 0;
 }
 
-// The widest copy that `channels` neighbouring elements fall into evenly.
+// The widest copy that divides `channels` elements evenly.
 int32_t CopyBytes(int64_t channels, int64_t element_bytes) {
   int64_t bytes = 16;
   while (channels * element_bytes % bytes != 0) bytes /= 2;
   return static_cast<int32_t>(bytes);
 }
 
-// The instance whose device code reads the problem's filter: of the same line and type, of the
-// operation KernelOp. Null where there is none.
+// The instance whose device code reads the problem's filter: same line and type, operation
+// KernelOp. Null if there is none.
 const KernelDesc* KernelThatReads(const KernelDesc& kernel, const ConvProblem& problem) {
   const Op op = KernelOp(problem);
   if (op == kernel.op) return &kernel;
@@ -89,7 +89,8 @@ Status CheckKrsc(const ConvProblem& problem, const KernelDesc* reader) {
     return Status::Unimplemented("this tile reads filters stored as rsck, got krsc");
   }
   if (problem.op == Op::kDgrad && (problem.taps() > 1 || problem.stride != Spatial{1, 1, 1})) {
-    // fprop's kernel reads its taps as one matrix, which a krsc filter is only if it is pointwise.
+    // fprop's kernel reads the taps as one matrix; a krsc filter is one matrix only if it is
+    // pointwise.
     return Status::Unimplemented("dgrad reads filters stored as krsc of one tap and stride 1 only");
   }
   if (problem.taps() * problem.c_per_group() > kMaxChannels) {
@@ -133,9 +134,9 @@ Status Check(const KernelDesc& kernel, const Instance& instance, const ConvProbl
 
 // Taps of a stride residue class.
 struct Taps {
-  int64_t most = 1;    // of the class that has most
+  int64_t most = 1;    // taps of the largest class
   double average = 0;  // over the classes
-  int64_t bits = 0;    // of a tap mask: the extents of the largest class added up
+  int64_t bits = 0;    // bits of a tap mask: the sum of the largest class's extents
 };
 
 Taps CountTaps(const ConvProblem& problem, const ImplicitGemm& gemm) {
@@ -169,9 +170,9 @@ Status CheckTaps(const Instance& instance, const ConvProblem& problem, const Imp
   return {};
 }
 
-// What narrow copies cost beyond the model: its share for copies of any width holds for 4 bytes;
-// single elements pass through registers. And dgrad reads the filter along K, of which few channels
-// are 16 bytes here and there.
+// The cost of narrow copies beyond the model. The share of instances with any copy width holds for
+// 4 bytes; single elements pass through registers. dgrad also reads the filter along K, where few
+// channels make scattered 16-byte reads.
 double CopyFactor(const Instance& instance, const ConvProblem& problem, const Params& params) {
   double factor = 1;
   if (instance.a_copy == 0 && params.a_copy_bytes <= 2) {
@@ -205,8 +206,8 @@ Status MakePlan(const KernelDesc& kernel, const ConvProblem& problem, const Gpu&
     return Status::Unimplemented("the grid has " + std::to_string(tiles) +
                                  " tiles, expected less than 2^22");
   }
-  // k-blocks of the longest reduction. At least one, though no tap may hit anything: the zeros have
-  // to be written.
+  // k-blocks of the longest reduction. At least one, even if no tap hits the source: zeros must be
+  // written.
   const int64_t blocks = std::max<int64_t>(
       1, CeilDiv(wgrad ? gemm.reduce_pixels : taps.most * gemm.reduce_channels, tile_k));
   const double average_blocks =
@@ -246,7 +247,7 @@ Status MakePlan(const KernelDesc& kernel, const ConvProblem& problem, const Gpu&
         {blocks / kMinBlocksPerSlice,
          kMaxWorkspaceBytes / (OutputElements(problem) * int64_t{sizeof(float)}), kMaxSlices});
     for (int64_t count = 2; count <= most; ++count) {
-      // Only slices that are all of the same length but the last, and none empty.
+      // All slices but the last must have the same length, and none may be empty.
       if (CeilDiv(blocks, CeilDiv(blocks, count)) != count) continue;
       const double microseconds = predict(count);
       if (microseconds < plan->microseconds) {

@@ -1,13 +1,13 @@
 // The mainloop of float32 as three TF32 products (common/split_tf32.cuh).
 //
-// Operands lie in shared memory as float32 and are split in registers, just before they are
-// multiplied. Runs have accumulators of their own, which leave room for warp tiles of 64x32.
+// Operands lie in shared memory as float32 and are split in registers just before they are
+// multiplied. Runs have separate accumulators, which limits warp tiles to 64x32.
 //
-// In the pass of stage s a thread waits for its copies of that stage; one barrier then tells that
-// all threads' have arrived, and that all have read stage s - 1, whose slot gets the copies of
-// stage s + kStages - 1, in parts, each beside the products of 16 rows of a run. Stage s stays
-// until the next barrier, so that a run whose sums are not finite can be read again. Behind the
-// last stage, zeros are copied.
+// In the pass of stage s a thread waits for its copies of that stage. After the following barrier,
+// all threads' copies have arrived and all have read stage s - 1, whose slot receives the copies of
+// stage s + kStages - 1, in parts, each during the products of 16 rows of a run. Stage s stays
+// until the next barrier, so that a run whose sums are not finite can be read again. After the last
+// stage, zeros are copied.
 #ifndef JAXCONV_CUDA_IGEMM_WMMA_SPLIT_MAINLOOP_CUH_
 #define JAXCONV_CUDA_IGEMM_WMMA_SPLIT_MAINLOOP_CUH_
 
@@ -67,7 +67,8 @@ __device__ __forceinline__ void SplitMainloop(Loader& loader, uint32_t shared, i
       for (int s = 0; s < kSplitRunSteps; ++s) read_b(first + s, b[s]);
       read_a(0, a);
       auto beside = [&](auto block) {
-        // The parts of the copies lie evenly among the blocks of the stage, none beside the last.
+        // The parts of the copies are spread evenly over the blocks of the stage, none during the
+        // last.
         constexpr int at = decltype(run)::value * Tile::kBlocksM + decltype(block)::value;
         constexpr int kEvery = kRuns * Tile::kBlocksM / (kParts + 1);
         if constexpr (at % kEvery == kEvery - 1 && at / kEvery < kParts) {

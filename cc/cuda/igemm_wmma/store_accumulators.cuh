@@ -1,10 +1,10 @@
 // Tensor-core accumulators -> epilogue -> output, through shared memory.
 //
-// A fragment holds two neighbouring columns of a row: stored directly it would write every 32-byte
-// sector in four parts. Each warp therefore writes 16 rows of its tile to shared memory of its own,
-// reads them back as 16 bytes of output a lane, a row's lanes side by side, and applies the
-// epilogue there, in float32, where residual and output are whole vectors. Chunk c of row r lies at
-// c ^ 2 (r % 4): no bank conflicts in the stores, two lanes a bank in the loads of 16-bit output.
+// A fragment holds two neighbouring columns of a row; a direct store would write every 32-byte
+// sector in four parts. Each warp therefore writes 16 rows of its tile to its own shared memory,
+// reads them back as 16 bytes of output a lane, with a row's lanes side by side, and applies the
+// epilogue in float32, where residual and output are whole vectors. Chunk c of row r lies at c ^ 2
+// (r % 4): no bank conflicts in the stores, two lanes a bank in the loads of 16-bit output.
 #ifndef JAXCONV_CUDA_IGEMM_WMMA_STORE_ACCUMULATORS_CUH_
 #define JAXCONV_CUDA_IGEMM_WMMA_STORE_ACCUMULATORS_CUH_
 
@@ -28,10 +28,10 @@ __device__ __forceinline__ void StoreNeighbours(Out* to, const Out (&elements)[2
   *reinterpret_cast<Pair*>(to) = packed;
 }
 
-// Row r of the tile goes to out + dst_row(r) * row_stride; dst_row < 0 is no row. Columns from
-// n_first (of the tile) to n_end. `vector`: n_end, row_stride and `base` are multiples of 16 bytes.
-// `base`: offset of column 0 in the output, `channel_first` its channel. `shared`: at least
-// kStagingBytes for each warp, not read by other warps any more.
+// Stores row r of the tile to out + dst_row(r) * row_stride; dst_row(r) < 0: the row does not
+// exist. Columns from n_first (of the tile) to n_end. `vector`: n_end, row_stride and `base` are
+// multiples of 16 bytes. `base`: offset of column 0 in the output, `channel_first` its channel.
+// `shared`: at least kStagingBytes for each warp, which no other warp reads any more.
 template <class Tile>
 inline constexpr int kStagingBytes = 16 * Tile::kWarpN * 4;
 
@@ -68,7 +68,7 @@ __device__ __forceinline__ void StoreAccumulators(
       constexpr int kPasses = kLanesOfRow / 2;
       float values[kPasses][kWidth];
       int32_t dst[kPasses];
-      // All loads, then all stores, without a branch: the warp waits once for each.
+      // All loads, then all stores, without a branch: the warp waits only once for each.
 #pragma unroll
       for (int pass = 0; pass < kPasses; ++pass) {
         const int row = lane / kLanesOfRow + pass * (32 / kLanesOfRow);
@@ -93,7 +93,7 @@ __device__ __forceinline__ void StoreAccumulators(
         if (inside) *reinterpret_cast<uint4*>(out + at) = packed;
       }
     } else {
-      // Two neighbouring columns a lane; one store where rows are whole pairs.
+      // Two neighbouring columns a lane; one store if rows consist of whole pairs.
       constexpr int kPairsOfRow = Tile::kWarpN / 2;
       const bool whole = n_end % 2 == 0 && row_stride % 2 == 0;
 #pragma unroll 4
@@ -122,8 +122,8 @@ __device__ __forceinline__ void StoreAccumulators(
   }
 }
 
-// The same with the fused epilogue. The loop over the warp's rows is not unrolled, so that there is
-// one copy of it; a uniform branch picks the accumulators.
+// The same with the fused epilogue. The loop over the warp's rows is not unrolled, so that the code
+// has one copy of the epilogue; a uniform branch picks the accumulators.
 template <typename Out, class Tile, typename DstRow>
 __device__ __forceinline__ void StoreFusedAccumulators(
     const float (&acc)[Tile::kBlocksM][Tile::kBlocksN][4], uint32_t shared, Out* out,

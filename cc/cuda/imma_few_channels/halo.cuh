@@ -2,21 +2,22 @@
 // u8 activations and an s8 filter, then the epilogue of core/epilogue.h; y in nhwc or nchw32.
 //
 // GEMM: rows are pixels of y, columns output channels. A filter row is one instruction's reduction:
-// 32 bytes are 8 neighbouring pixels of x, of which a filter of up to 8 columns has its taps in the
-// first and zeros behind. So a fragment of A is words of the halo tile as they lie there: in row g
-// of a block, thread t reads the pixels 2 t and 2 t + 1 of the window of output g. Nothing is
-// gathered or copied twice, and no bank is met twice: windows of neighbouring outputs overlap.
+// 32 bytes are 8 neighbouring pixels of x; a filter of up to 8 columns has taps for the first
+// pixels and zeros for the rest. A fragment of A therefore consists of words of the halo tile: in
+// row g of a block, thread t reads pixels 2 t and 2 t + 1 of the window of output g. Nothing is
+// gathered or copied twice, and overlapping windows of neighbouring outputs cause no bank
+// conflicts.
 //
-// The filter stays in registers, 8 words for each of its 3 or 7 rows. Its columns are permuted so
-// that a thread's sums are 8 neighbouring output channels, which it stores at once.
+// The filter stays in registers, 8 words for each of its 3 or 7 rows. Its output channels are
+// permuted so that a thread's sums belong to 8 neighbouring channels, which it stores at once.
 //
-// Tile: some rows of y by some blocks of 16 pixels (plan.cc), 32 output channels, 4 warps, each a
-// block at a time; CTA b processes tiles b, b + gridDim.x, ..., always of the same channels. Shared
-// memory: two halo tiles. Registers: 56 of the filter, 16 sums, 16 scales and biases; at most 128.
+// Tile: tile_rows rows of y by blocks_across blocks of 16 pixels (plan.cc), 32 output channels;
+// each of 4 warps computes a block at a time. CTA b processes tiles b, b + gridDim.x, ..., which
+// all have the same channels. Shared memory: two halo tiles. Registers: 56 for the filter, 16 sums,
+// 16 scales and biases; at most 128.
 //
-// Who waits for whom: each tile's halo is copied (cp.async, zeros outside x) while the tile before
-// it is multiplied; one barrier a tile says that the halo is there and that its predecessor is
-// free.
+// Synchronisation: a tile's halo is copied (cp.async, zeros outside x) while the previous tile is
+// multiplied; after the one barrier of a tile, its halo has arrived and the previous one is free.
 //
 // Refused (plan.cc): groups, batched filters, dilated inputs, three axes, more than 7 rows or 8
 // columns of taps, output channels that are not multiples of 8.
@@ -37,7 +38,7 @@
 
 namespace jaxconv::imma_few_channels {
 
-// A tile index as its digits.
+// The digits of a tile index.
 struct TilePlace {
   int32_t part, row, column, image;  // row and column: of y
   __device__ __forceinline__ TilePlace(const Params& params, int32_t index) {
@@ -50,7 +51,7 @@ struct TilePlace {
   }
 };
 
-// Begins to copy a tile's halo.
+// Starts to copy a tile's halo.
 __device__ __forceinline__ void CopyHalo(const Params& params, const TilePlace& tile,
                                          uint32_t halo) {
   const Axis &rows = params.rows, &columns = params.columns;
@@ -62,7 +63,7 @@ __device__ __forceinline__ void CopyHalo(const Params& params, const TilePlace& 
   const int32_t end = params.halo_copies;
   for (int32_t r = threadIdx.x / 32; r < params.halo_rows; r += kWarps) {
     const int32_t row = first_row + r;
-    // Outside the image every column is.
+    // In a row outside the image, all columns are outside.
     const bool inside = static_cast<uint32_t>(row) < static_cast<uint32_t>(rows.in);
     const uint32_t width = inside ? columns.in : 0;
     const char* const from = image + (inside ? row : 0) * row_bytes;
@@ -89,7 +90,7 @@ __device__ __forceinline__ void CopyHalo(const Params& params, const TilePlace& 
   }
 }
 
-// The fragments of B of a CTA's channels: of each filter row and 8 columns, two words.
+// The fragments of B for a CTA's channels: two words for each filter row and 8 columns.
 template <int kRows>
 struct FilterRows {
   uint32_t of[kRows][kChannels / 8][2];
@@ -116,10 +117,10 @@ struct FilterRows {
   }
 };
 
-// One block of 16 pixels by 32 channels. `window`: where the first row's taps of this lane's pixel
-// begin; `row`: to those of the next row. kStride: of the columns, without dilation, so that
-// offsets are part of the loads; 0: any. Rows behind the filter's last read that again; their taps
-// are zeros.
+// Computes a block of 16 pixels by 32 channels. `window`: the address of the first row's taps for
+// this lane's pixel; `row`: bytes to those of the next row. kStride: the column stride, without
+// dilation, so that offsets are immediate; 0: any. Rows past the filter's last read the last row
+// again; their taps are zeros.
 template <typename T, int kStride, int kRows>
 __device__ __forceinline__ void MultiplyBlock(const Params& params, const FilterRows<kRows>& filter,
                                               uint32_t window, uint32_t row,
@@ -160,7 +161,7 @@ __global__ void __launch_bounds__(kThreads, Tag::kCtasPerSm)
   TwoBuffers<TilePlace> walk(params);
   if (walk.index < params.tiles) CopyHalo(params, walk.tile, halo);
   CopyAsyncCommit();
-  // The grid is a multiple of the parts, so that a CTA's channels stay.
+  // The grid is a multiple of the parts, so a CTA's channels never change.
   const int32_t channel = walk.tile.part * kChannels + t * 8;
   const bool inside = channel < params.channels;
   const FilterRows<Tag::kRows> filter(params, walk.tile.part * kChannels);

@@ -12,7 +12,7 @@ namespace jaxconv::imma_few_channels {
 inline constexpr int kThreads = 128;
 inline constexpr int kWarps = kThreads / 32;
 inline constexpr int kChannels = 32;     // output channels of a CTA
-inline constexpr int kBlockPixels = 16;  // neighbours in a row of y that a warp multiplies at once
+inline constexpr int kBlockPixels = 16;  // neighbours in a row of y that a warp computes at once
 inline constexpr int kPixelBytes = 4;
 inline constexpr int kTermsBytes = kChannels * 8;  // scales and biases
 // A filter row is one instruction's reduction, 8 pixels.
@@ -25,10 +25,10 @@ struct Axis {
   int32_t in = 1, out = 1, taps = 1, stride = 1, dilation = 1, pad = 0;
 };
 
-// What the kernel gets. A launch sets the pointers.
+// The kernel's parameters. A launch sets the pointers.
 //
 // Tile: tile_rows rows of y by blocks_across blocks of 16 pixels. Its halo tile begins at a
-// multiple of 4 pixels of x, `lead` pixels before the first tap of its first output.
+// multiple of 4 pixels of x, `lead` pixels before the first tap of the first output.
 struct Params {
   const void* x = nullptr;
   const void* w = nullptr;
@@ -45,7 +45,7 @@ struct Params {
   RequantizeParams requantize;
 };
 
-// What a launch needs beside it.
+// The parameter block of a plan: the kernel's parameters and the launch configuration.
 struct LaunchParams {
   Params kernel;
   int32_t ctas = 0;

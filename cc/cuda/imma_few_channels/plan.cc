@@ -16,9 +16,9 @@ struct Instance {
   int64_t rows, stride, ctas_per_sm;
 };
 
-// Blocks of 16 pixels of a tile, about: 8 for each warp.
+// The approximate number of blocks of 16 pixels in a tile: 8 for each warp.
 constexpr int64_t kTileBlocks = 32, kMaxBlocksAcross = 8;
-// Two halo tiles, of which four fit on an SM.
+// Two halo tiles; four CTAs fit on an SM.
 constexpr int64_t kSharedBytes = 48 << 10;
 
 Status Check(const KernelDesc& kernel, const Instance& instance, const ConvProblem& problem) {
@@ -57,7 +57,7 @@ Axis MakeAxis(const ConvProblem& problem, int a) {
   return axis;
 }
 
-// The tile of `tile_rows` rows; bytes of shared memory.
+// Shapes the tile of `tile_rows` rows; returns its bytes of shared memory.
 int64_t ShapeTile(const ConvProblem& problem, int64_t tile_rows, Params* params) {
   const Axis &rows = params->rows, &columns = params->columns;
   const int64_t blocks = CeilDiv(columns.out, kBlockPixels);
@@ -80,8 +80,8 @@ int64_t ShapeTile(const ConvProblem& problem, int64_t tile_rows, Params* params)
   return kTermsBytes + 2 * halo_rows * CeilDiv(pixels, kCopyPixels) * 16;
 }
 
-// The slowest of the tensor cores, the issue slots and the DRAM. Issue slots are counted in the
-// compiled code, their share is that of 8 problems on an H200, within 22 %.
+// The longest of the times of tensor cores, issue slots and DRAM. Issue slots are counted in the
+// compiled code; their reachable share is fitted to 8 problems on an H200, within 22 %.
 double Microseconds(const Instance& instance, const ConvProblem& problem, const Gpu& gpu,
                     const Params& params, int64_t ctas_of_sm, int64_t ctas) {
   constexpr double kTensorShare = 0.8, kIssueShare = 0.47, kDramShare = 0.85;
@@ -120,7 +120,7 @@ Status MakePlan(const KernelDesc& kernel, const ConvProblem& problem, const Gpu&
   params.channels = static_cast<int32_t>(problem.k);
   params.w_row = static_cast<int32_t>(problem.packed_row());
   params.requantize = MakeRequantizeParams(problem);
-  // Fewer rows where the halo tiles are large, or where SMs would be left without a tile.
+  // Fewer rows if the halo tiles are large, or if SMs would have no tile.
   const int64_t across = std::min<int64_t>(CeilDiv(problem.out[2], kBlockPixels), kMaxBlocksAcross);
   int64_t tile_rows = std::clamp<int64_t>(kTileBlocks / std::max<int64_t>(across, 1), 1,
                                           std::max<int64_t>(problem.out[1], 1));

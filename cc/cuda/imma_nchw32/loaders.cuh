@@ -1,10 +1,11 @@
-// Global memory -> swizzled shared memory: the packed filter, and the pixels of x under its taps.
+// Copies from global to swizzled shared memory: the packed filter, and the pixels of x under its
+// taps.
 //
-// The reduction is the packed filter's row: one flat index over (tap, block of 32 channels) in
-// whichever order the layout has. A thread always copies the same column of a k-block, so it
-// follows one tap and one block from k-block to k-block, adds the table's offset of the tap once,
-// and then needs a mask and an address for each of its rows. The padding, rows past the last, and
-// the reduction past its end are zeros.
+// The reduction is the packed filter's row: one flat index over (tap, block of 32 channels), in the
+// layout's order. A thread always copies the same column of a k-block, so it tracks one tap and one
+// block from k-block to k-block, adds the tap's offset from the table once, and then needs a mask
+// and an address for each of its rows. The padding, rows past the last, and the reduction past its
+// end are zeros.
 #ifndef JAXCONV_CUDA_IMMA_NCHW32_LOADERS_CUH_
 #define JAXCONV_CUDA_IMMA_NCHW32_LOADERS_CUH_
 
@@ -19,8 +20,8 @@
 namespace jaxconv::imma_nchw32 {
 
 // An output pixel: the pixel of x under tap 0, which may lie outside, and a mask with one bit for
-// each tap coordinate of each axis that has padding, set where it lies inside x. A tap is inside
-// where all its bits are set. Bit 31 is never set.
+// each tap coordinate of each padded axis, set if it lies inside x. A tap is inside if all its bits
+// are set. Bit 31 is never set.
 struct GatherPixel {
   int32_t pixel;
   uint32_t taps;
@@ -36,7 +37,7 @@ __device__ __forceinline__ uint32_t TapsInside(const Axis& axis, int32_t first) 
 }
 
 __device__ __forceinline__ GatherPixel LocatePixel(const Params& params, int32_t row) {
-  if (row >= params.rows) return {0, 0};  // pixel 0 lies inside, if nothing masks it
+  if (row >= params.rows) return {0, 0};  // pixel 0 is a valid address, even if no tap is masked
   int32_t rest = row, first[3];
 #pragma unroll
   for (int a = 2; a >= 0; --a) {
@@ -55,8 +56,8 @@ __device__ __forceinline__ GatherPixel LocatePixel(const Params& params, int32_t
   return result;
 }
 
-// How a CTA's threads share an operand of a stage: every thread has one column of kBytes and
-// kPasses rows.
+// Distributes an operand of a stage over a CTA's threads: each has one column of kBytes and kPasses
+// rows.
 template <class Operand, int kThreads, int kBytes>
 struct Owner {
   static constexpr int kColumns = Operand::kRowBytes / kBytes;
@@ -100,8 +101,8 @@ class FilterLoader {
 
  private:
   using Own = Owner<Operand, Tile::kThreads, 16>;
-  // The row of shared memory that holds a channel. A permutation of the number's bits, so that it
-  // distributes over rows of a pass and passes.
+  // The row of shared memory that holds a channel. It permutes the bits of the channel number, so
+  // it applies to rows within a pass and to passes separately.
   __device__ static constexpr int Permuted(int channel) {
     return channel / 32 * 32 + channel % 8 / 2 * 8 + channel % 32 / 8 * 2 + channel % 2;
   }
@@ -111,8 +112,8 @@ class FilterLoader {
   const char* source_;
 };
 
-// A: rows are output pixels. kBytes of a copy: 16, half a block of 32 channels, or 4, a pixel of 4
-// channels, so that neighbouring threads copy neighbouring taps of one output pixel.
+// A: rows are output pixels. kBytes of a copy: 16, half a block of 32 channels; or 4, a pixel of 4
+// channels, where neighbouring threads copy neighbouring taps of one output pixel.
 template <class Tile, class Operand, int kBytes>
 class GatherLoader {
  public:
@@ -143,7 +144,7 @@ class GatherLoader {
     }
   }
 
-  // The source in the next k-block, well ahead of its use.
+  // Computes the source in the next k-block, long before its use.
   __device__ __forceinline__ void Advance() {
     k_left_ -= Operand::kRowBytes;
     const auto extent = static_cast<int32_t>(params_.inner.divisor);
@@ -173,7 +174,7 @@ class GatherLoader {
   GatherPixel row_[Own::kPasses];
 };
 
-// Both operands, as MmaMainloop wants them.
+// Both operands, with the interface that MmaMainloop needs.
 template <class Tile, class A, class B>
 struct Loader {
   A a;

@@ -3,23 +3,23 @@
 //     y[(n,p), k] = requantise(sum over l of x[gather(n,p,l)] w[k, l])
 //
 // rows are output pixels, columns output channels of a group, and l runs along the packed filter's
-// row: in nhwc over (r, s, c), in nchw32 over (c / 32, r, s, c % 32). The layouts are strides and
-// the order of two loops (params.h); one kernel serves both. x is s8 or u8, w s8, sums are int32,
-// through mma.sync.m16n8k32. The reduction is flat, so a tap or a channel count that does not fill
-// a k-block wastes nothing, and the offsets of the taps come from a table in the parameter block.
+// row: over (r, s, c) in nhwc, over (c / 32, r, s, c % 32) in nchw32. The layouts differ in strides
+// and in the order of two loops (params.h); one kernel serves both. x is s8 or u8, w s8, sums are
+// int32, by mma.sync.m16n8k32. The reduction is flat, so a tap or a channel count that does not
+// fill a k-block wastes nothing. The taps' offsets come from a table in the parameter block.
 //
 // Tile: up to 256x128 outputs, 64x64 of them a warp, k-blocks of 64 or 128 bytes
 // (common/mma_tile.cuh has the swizzle). Shared memory: 3 or 4 stages of (tile_m + tile_n)
 // k-blocks, 147,456 bytes at 128x256x128, 98,304 at 128x128x128, 49,152 at 128x64x64, and 8 bytes a
-// row for the pixels. Registers, 64x64 a warp: 128 sums, 64 of fragments (two mma steps), 2 for
+// row for the pixels. Registers, 64x64 a warp: 128 sums, 64 for fragments (two mma steps), 2 for
 // each row that a thread copies; at most 255.
 //
-// Who waits for whom: MmaMainloop of common/mma_tile.cuh. The epilogue waits for nobody: the
-// filter's rows are permuted on their way into shared memory so that a thread holds 8 neighbouring
-// channels of a pixel, which it requantises and stores as 8 bytes (of 8-bit results); a quad stores
-// a block of 32 channels, in nchw32 a warp 256 contiguous bytes.
+// Synchronisation: MmaMainloop of common/mma_tile.cuh. The epilogue needs none: the copy to shared
+// memory permutes the filter's rows so that a thread holds 8 neighbouring channels of a pixel,
+// which it requantises and stores as 8 bytes (8-bit results); a quad stores a block of 32 channels,
+// and in nchw32 a warp stores 256 contiguous bytes.
 //
-// Refuses: groups of channels that are not multiples of 32, but for x of 4 channels (copies of 4
+// Refuses: channels of a group that are not multiples of 32, except x of 4 channels (copies of 4
 // bytes); windows of more than 256 taps, or of more than 31 tap coordinates on padded axes;
 // lhs_dilation; several batches. After: "TensorCore convolution operators in MegEngine"
 // (seeds/003).
@@ -39,14 +39,15 @@
 
 namespace jaxconv::imma_nchw32 {
 
-// The warp's sums -> the output. The sums are lost.
+// Stores the warp's sums and destroys them.
 template <class Tile>
 __device__ __forceinline__ void StoreTile(const RequantizeParams& params,
                                           int32_t (&acc)[Tile::kBlocksM][Tile::kBlocksN][4],
                                           int32_t m_first, int32_t m_end, int32_t channel_first,
                                           int32_t channel_end) {
   constexpr int kBlocks = Tile::kBlocksN / 4;  // of 32 channels
-  // The lane is asked for every time, or the compiler would keep all addresses of the tile at once.
+  // The lane is recomputed each time; otherwise the compiler would keep all addresses of the tile
+  // at once.
   auto pixels_of = [&](int block, auto& pixels) {
     const int32_t row = m_first + Tile::WarpM() + Lane() / 4;
 #pragma unroll
@@ -61,7 +62,7 @@ __device__ __forceinline__ void StoreTile(const RequantizeParams& params,
   ForRequantizePath(params, [&](auto path) {
     constexpr RequantizePath kPath = decltype(path)::value;
     if constexpr (kPath == RequantizePath::kGeneral) {
-      // One copy of the code: the sums move past it, 16 at a time.
+      // One copy of the code: the sums move through it, 16 at a time.
       int32_t (&sums)[Tile::kBlocksM * kBlocks * 16] =
           reinterpret_cast<int32_t (&)[Tile::kBlocksM * kBlocks * 16]>(acc);
       const Residual<2> none{};
@@ -76,10 +77,10 @@ __device__ __forceinline__ void StoreTile(const RequantizeParams& params,
         for (int s = 0; s + 16 < Tile::kBlocksM * kBlocks * 16; ++s) sums[s] = sums[s + 16];
       }
     } else {
-      constexpr int kPixels = 4;  // of this thread at a time
+      constexpr int kPixels = 4;  // pixels of this thread at a time
 #pragma unroll
       for (int i = 0; i < Tile::kBlocksM; i += kPixels / 2) {
-        // A branch, past which the compiler moves nothing: it would spill registers.
+        // This branch keeps the compiler from moving code across it, which would spill registers.
         if (m_first + Tile::WarpM() + i * 16 >= m_end) break;
         OutputPixel pixels[kPixels];
         pixels_of(i, pixels);
@@ -132,7 +133,7 @@ __global__ void __launch_bounds__(Tag::Tile::kThreads, Tag::Tile::kMinBlocks)
                   channel_first + params.channels);
 }
 
-// kCopyBytes: 16; of x of 4 channels 4.
+// kCopyBytes: 16, or 4 if x has 4 channels.
 template <Op kOp, DType kType, int kTileM, int kTileN, int kTileKBytes, int kWarpsM, int kWarpsN,
           int kStages, int kCtasPerSm, int kCopyBytes>
 struct Multistage {

@@ -9,43 +9,44 @@
 
 namespace jaxconv::imma_nchw32 {
 
-// Taps that the table of the parameter block holds: 16x16 and 6x6x6 do, and the block stays below
-// the 4 KB that every driver takes.
+// The most taps in the table of the parameter block: 16x16 and 6x6x6 fit, and the block stays below
+// the 4 KB that every driver accepts.
 inline constexpr int kMaxTaps = 256;
-// Columns of a k-block that threads follow on their own: blocks of 32 channels, or of 4 channels
-// the pixels of a k-block of 64 bytes.
+// Columns of a k-block that threads track separately: blocks of 32 channels, or, with 4 channels,
+// the pixels of a 64-byte k-block.
 inline constexpr int kMaxColumns = 16;
-// Bits of a pixel's mask: one for each tap coordinate of each axis that has padding. Bit 31 is
-// never set, and stands for the end of the reduction.
+// Bits of a pixel's mask: one for each tap coordinate of each padded axis. Bit 31 is never set; it
+// marks the end of the reduction.
 inline constexpr int kMaxTapBits = 31;
 inline constexpr uint32_t kEnd = uint32_t{1} << 31;
 
 // One axis of the convolution: i = p * stride + r * dilation - pad.
 struct Axis {
   int32_t in = 1, stride = 1, pad = 0;
-  int32_t mask_bits = 0;  // the filter's extent; 0 where no tap ever lies outside x
+  int32_t mask_bits = 0;  // the filter's extent; 0 if no tap ever lies outside x
   FastDivmod out, dilation;
 };
 
 // A tap of the filter.
 struct Tap {
-  // How far the source of a thread's copies moves when it arrives here from a k-block earlier, in
-  // units (below), without and with a carry of the inner loop into the outer one.
+  // The distance in units (below) that the source of a thread's copies moves to this tap from the
+  // previous k-block, without and with a carry of the inner loop into the outer one.
   int32_t arrival[2] = {0, 0};
   uint32_t bits = kEnd;  // one for each of its coordinates on padded axes
 };
 
-// What the kernel gets. A launch sets the pointers.
+// The kernel's parameters. A launch sets the pointers.
 //
-// A row of the packed filter is two loops, of which a thread's column of a k-block follows one tap
-// and one block of channels. The layouts differ in the order of the loops and in strides:
+// A row of the packed filter is traversed by two loops, over taps and over blocks of channels; a
+// thread's column of a k-block tracks one tap and one block. The layouts differ in the order of the
+// loops and in strides:
 //
 //                 inner loop          outer loop     from pixel to pixel  from block to block
 //     nhwc        blocks of 32        taps           C                    32 bytes
 //     nchw32      taps                blocks of 32   32                   32 H W bytes
 //     4 channels  taps                -              4                    -
 //
-// A unit is 32 bytes, of 4 channels 4.
+// A unit is 32 bytes, or 4 bytes with 4 channels.
 struct Params {
   const void* x = nullptr;
   const void* w = nullptr;
@@ -57,7 +58,7 @@ struct Params {
   int64_t x_group = 0, w_group = 0;  // from one group to the next, in bytes
   int32_t w_row = 32;                // from one output channel to the next, in bytes
   int32_t k_blocks = 1;
-  // A k-block as numbers of steps of the two loops.
+  // The steps of the two loops in a k-block.
   FastDivmod inner;
   int32_t inner_step = 1, outer_step = 0;
   int32_t taps_inside = 0;  // the inner loop runs over the taps
@@ -67,12 +68,12 @@ struct Params {
   RequantizeParams epilogue;
   // The source of each column in the first k-block, in units.
   int32_t first[kMaxColumns] = {};
-  // Behind the last tap those that columns behind the end look up.
+  // After the last tap, the table holds entries for columns past the end.
   Tap tap[kMaxTaps + 2 * kMaxColumns];
 };
 static_assert(sizeof(Params) <= 4096);
 
-// What a launch needs beside the kernel's parameters. The parameter block of a plan.
+// The parameter block of a plan: the kernel's parameters and the launch configuration.
 struct LaunchParams {
   Params kernel;
   int64_t ctas = 0;

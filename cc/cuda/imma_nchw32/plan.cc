@@ -22,9 +22,9 @@ struct Instance {
   int64_t shared_bytes() const { return stages * (tile_m + tile_n) * tile_k + tile_m * 8; }
 };
 
-// Sources move by 32 bits of units.
+// Offsets of sources are 32-bit numbers of units.
 constexpr int64_t kMaxUnits = (int64_t{1} << 31) - 1;
-// Shared memory that the runtime keeps for each CTA.
+// Shared memory that the runtime reserves for each CTA.
 constexpr int64_t kReservedBytesOfCta = 1024;
 
 Status CheckSizes(const Instance& instance, const ConvProblem& problem, const Gpu& gpu) {
@@ -59,7 +59,7 @@ bool Padded(const ConvProblem& problem, int a) {
   return problem.pad_lo[a] > 0 || last >= problem.in[a];
 }
 
-// Axes, strides of x, and the bounds of what the kernel computes in 32 bits.
+// Sets the axes and the strides of x; refuses values that the kernel could not compute in 32 bits.
 Status DescribeInput(const ConvProblem& problem, bool few, Params* params) {
   const bool blocked = problem.activation_layout == ActivationLayout::kNchw32 && !few;
   int64_t bits = 0, pitch = 1, reach = 0;
@@ -91,7 +91,7 @@ Status DescribeInput(const ConvProblem& problem, bool few, Params* params) {
   return {};
 }
 
-// The two loops over the reduction, and the way of each column along them.
+// Sets the two loops over the reduction, and each column's path through them.
 void DescribeReduction(const ConvProblem& problem, bool few, int64_t tile_k, Params* params) {
   const auto taps = static_cast<int32_t>(problem.taps());
   auto coordinates = [&](int64_t tap) {
@@ -119,7 +119,7 @@ void DescribeReduction(const ConvProblem& problem, bool few, int64_t tile_k, Par
   const int64_t block_units = blocked ? problem.in_pixels() : 1;
   const int64_t columns = tile_k / (few ? 4 : 32);
   params->taps_inside = few || blocked;
-  // Of 4 channels there is no carry: the taps behind the last one are the end.
+  // With 4 channels there is no carry: taps past the last mark the end.
   const int64_t inner = few ? int64_t{1} << 30 : blocked ? taps : blocks;
   params->inner = FastDivmod(inner);
   params->inner_step = static_cast<int32_t>(columns % inner);
@@ -134,7 +134,7 @@ void DescribeReduction(const ConvProblem& problem, bool few, int64_t tile_k, Par
       const int64_t inner_moves = params->inner_step - carry * inner;
       const int64_t outer_moves = params->outer_step + carry;
       const int64_t from = tap - (params->taps_inside ? inner_moves : outer_moves);
-      if (from < 0 || from >= taps) continue;  // no column comes that way
+      if (from < 0 || from >= taps) continue;  // no column takes this path
       const int64_t block_moves = params->taps_inside ? outer_moves : inner_moves;
       params->tap[tap].arrival[carry] = static_cast<int32_t>(tap_units(tap) - tap_units(from) +
                                                              (few ? 0 : block_moves * block_units));
@@ -142,19 +142,19 @@ void DescribeReduction(const ConvProblem& problem, bool few, int64_t tile_k, Par
   }
 }
 
-// The slowest of three resources, times the waves, and the epilogue of every CTA. Fitted to 184
-// times of 28 problems on an H200: the choices lose 2 % on average against the best tile, 15 % at
-// most.
+// The slowest of three resources times the waves, plus the epilogue of every CTA. Fitted to 184
+// times of 28 problems on an H200: the choices are 2 % slower on average than the best tile, 15 %
+// at most.
 double Microseconds(const Instance& instance, const ConvProblem& problem, const Gpu& gpu,
                     int64_t ctas, int64_t k_blocks) {
   // An H200 runs at 1.75 of its 1.97 GHz under this load.
   constexpr double kClockShare = 0.888325;
   constexpr double kDramShare = 0.85;
   constexpr double kSharedBytesPerCycle = 128;
-  // Of an SM for an output, and for each byte of it that is written or read.
+  // SM cycles for an output, and for each byte of it that is written or read.
   constexpr double kOutputCycles = 0.0106;
   constexpr double kOutputByteCycles = 0.183;
-  constexpr double kCopyCycles = 0.36;  // of 4 bytes
+  constexpr double kCopyCycles = 0.36;  // for 4 bytes
   const int64_t resident =
       std::min(instance.ctas_per_sm, (gpu.smem_per_block_optin + kReservedBytesOfCta) /
                                          (instance.shared_bytes() + kReservedBytesOfCta));
@@ -174,7 +174,7 @@ double Microseconds(const Instance& instance, const ConvProblem& problem, const 
   const double edge = outputs * (kOutputCycles + Int8OutputBytes(problem) * kOutputByteCycles);
   const int64_t per_sm = CeilDiv(ctas, gpu.sm_count);
   const int64_t last = per_sm % resident;
-  // An SM that holds only some of the CTAs it could: too few warps to hide each other's waits.
+  // An SM with fewer CTAs than fit: too few warps hide each other's waits.
   const double last_share = static_cast<double>(last) / static_cast<double>(resident);
   const double last_rate = last_share <= 0.25 ? 0.44 : last_share <= 0.5 ? 0.65 : 1.0;
   const double cycles = static_cast<double>(per_sm) * edge +

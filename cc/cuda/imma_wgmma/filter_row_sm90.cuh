@@ -2,32 +2,32 @@
 // consumer warpgroups in pingpong (sm_90a). The map from convolution to GEMM, the order of the
 // filter's rows and the epilogue are those of int8_sm90.cuh.
 //
-// TMA walks the padded rows of the image, output pixels and the padding between two rows, so that
-// the activations of tap s are those of tap 0, s * dilation pixels further on: a descriptor that
-// begins some rows later.
+// TMA loads the padded rows of the image: output pixels and the padding between two rows. The
+// activations of tap s are those of tap 0, s * dilation pixels further on, so a descriptor that
+// begins at a later row selects them.
 //
 //     stage          | unit 0: (tile_m + 8) x unit_bytes | unit 1 | ...     one filter row each
-//     filter slots   | 128 bytes of tile_n packed rows | ...                a ring, or for good
+//     filter slots   | 128 bytes of tile_n packed rows | ...                a ring, or stationary
 //
-// A stage of 1, 2 or 4 units meets as many k-blocks of the filter as a filter row has taps.
-// step_offset says for each 32 bytes of those k-blocks where in the stage its activations begin:
-// packed rows run over the taps of a filter row first, then over the next units, but with units of
-// 128 channels, where a k-block is a tap. Of those a tap's last may be partial: TMA fills the rest
-// with zeros, and its k-blocks, the last of a tile, have tail_steps instructions each.
+// A stage of 1, 2 or 4 units serves as many k-blocks of the filter as a filter row has taps.
+// step_offset holds, for each 32 bytes of these k-blocks, the offset of its activations in the
+// stage: packed rows run over the taps of a filter row first, then over the units. With units of
+// 128 channels a k-block is a tap. A tap's last unit may then be partial: TMA fills in zeros, and
+// its k-blocks, the last of a tile, have tail_steps instructions each.
 //
-// Rows of a tile whose walked pixel lies in the padding are multiplied and not stored: 3 % of maps
-// 56 wide, 12 % of maps 7 wide. In return L2 and TMA deliver a third of the activations (3x3).
+// Rows of a tile whose pixel lies in the padding are computed and dropped: 3 % for maps 56 wide, 12
+// % for maps 7 wide. In return L2 and TMA deliver a third of the activations (3x3).
 //
 // Shared memory of 128x128: 4 stages of 17 KB, 8 slots of 16 KB; of 256x64: 4 stages of 33 KB, 9
 // slots of 8 KB. Registers: producer 40, consumers 232.
 //
-// Full(s), Empty(s): as in int8_sm90.cuh, of activations. FullFilter(f), EmptyFilter(f): the same
-// of a slot. Stationary(f): k-block f of the filter has arrived, waited for in a consumer's first
+// Full(s), Empty(s): as in int8_sm90.cuh, for activations. FullFilter(f), EmptyFilter(f): the same
+// for a slot. Stationary(f): k-block f of the filter has arrived, waited for in a consumer's first
 // tile. Named barriers as in int8_sm90.cuh.
 //
-// Refused beside what int8_sm90.cuh refuses: strides, and filters of one tap in a row or that reach
-// over more than 8 pixels; weight-stationary also groups and filters of more k-blocks or channels
-// than stay.
+// Refused, beside what int8_sm90.cuh refuses: strides; filters with one tap in a row; filter rows
+// that span more than 8 pixels; weight-stationary: groups, and filters with more k-blocks or
+// channels than fit.
 #ifndef JAXCONV_CUDA_IMMA_WGMMA_FILTER_ROW_SM90_CUH_
 #define JAXCONV_CUDA_IMMA_WGMMA_FILTER_ROW_SM90_CUH_
 
@@ -38,7 +38,7 @@
 
 namespace jaxconv::imma_wgmma {
 
-// Producer warps 1 to 3: the activations.
+// Producer warps 1 to 3 load the activations.
 template <class Tile>
 __device__ __forceinline__ void ProduceRows(const Params& params, const Maps& maps, uint32_t ring,
                                             const Barriers<Tile>& barriers, int warp) {
@@ -68,7 +68,7 @@ __device__ __forceinline__ void ProduceRows(const Params& params, const Maps& ma
   }
 }
 
-// Producer warp 0: the filter.
+// Producer warp 0 loads the filter.
 template <class Tile>
 __device__ __forceinline__ void ProduceFilter(const Params& params, const Maps& maps, uint32_t ring,
                                               const Barriers<Tile>& barriers) {
@@ -89,7 +89,7 @@ __device__ __forceinline__ void ProduceFilter(const Params& params, const Maps& 
                                  : (unit.Tap(params) * params.row_taps + s) * params.tap_bytes +
                                        unit.at.channels * kKBlockBytes;
         if constexpr (Tile::kStationary > 0) {
-          // A few at a time: the first activations wait behind what is asked for before them.
+          // A few at a time, because the first activations queue behind earlier requests.
           constexpr int kAtOnce = 3;
           if (k_block >= kAtOnce) BarrierWait(barriers.Stationary(k_block - kAtOnce), 0);
           BarrierArriveExpect(barriers.Stationary(k_block), Tile::kBytesB);
@@ -103,7 +103,7 @@ __device__ __forceinline__ void ProduceFilter(const Params& params, const Maps& 
           slot.Next();
         }
       }
-      if (params.tap_bytes > 0) unit.Advance(params, params.one_unit);  // a unit a stage
+      if (params.tap_bytes > 0) unit.Advance(params, params.one_unit);  // one unit in each stage
     }
     if constexpr (Tile::kStationary > 0) return;
   }
@@ -117,8 +117,8 @@ __device__ __forceinline__ void ConsumeRows(const Params& params, uint32_t ring,
   RingPlace<Tile::kStages> stage;
   RingPlace<Tile::kFilterSlots == 0 ? 1 : Tile::kFilterSlots> slot;
   constexpr bool kPingpong = Tile::kPingpong;
-  // The other consumer's turn begins once the last products are issued, before those of the k-block
-  // before have retired. Where the filter has a ring this gains nothing.
+  // The other consumer's turn begins when the last products are issued, before those of the
+  // previous k-block have retired. With a filter ring this gains nothing.
   constexpr bool kEarlyTurn = kPingpong && Tile::kStationary > 0;
   const int32_t stride = (kPingpong ? 2 : 1) * gridDim.x;
   const int32_t stages = params.k_blocks;
@@ -163,7 +163,7 @@ __device__ __forceinline__ void ConsumeRows(const Params& params, uint32_t ring,
         if constexpr (kEarlyTurn) {
           if (i + 1 == stages && step + kSteps >= steps) NamedBarrierArrive(2 - warpgroup, 256);
         }
-        // Slots and stages are given back one k-block late, so that one wgmma is always in flight.
+        // Slots and stages are freed one k-block late, so that one wgmma is always in flight.
         WgmmaWait<1>();
         if constexpr (Tile::kStationary == 0) {
           if (k_block > 0) release(barriers.EmptyFilter(last_slot));

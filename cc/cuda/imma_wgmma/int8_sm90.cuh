@@ -6,15 +6,15 @@
 // A k-block is 128 bytes of the packed filter's rows (core/conv_problem.h). Its activations are 1,
 // 2 or 4 units of 128, 64 or 32 channels, each an im2col box of tile_m pixels under one tap: TMA
 // handles padding, row ends, image ends, strides and dilation. Units of less than 128 channels let
-// a k-block hold several taps, so that 32 or 64 channels fill it. nchw32 has units of 32 channels,
-// interleaved boxes whose walk skips the channel blocks.
+// a k-block hold several taps, so that 32 or 64 channels fill it. nchw32 has units of 32 channels:
+// interleaved boxes that skip the other channel blocks.
 //
 //     stage    | unit 0: tile_m x unit_bytes | unit 1 | ... | filter: tile_n x 128 bytes |
 //
-// The filter's box is a tensor of five dimensions that brings the 32 rows of a block of output
-// channels in the order 0 1 8 9 16 17 24 25 2 3 ...: so a thread, which holds columns 8 j + 2 t and
-// the next of every instruction, holds the 8 neighbouring channels 8 t .. 8 t + 7 and stores them
-// from registers, without an exchange.
+// The filter's five-dimensional tensor map loads the 32 rows of a block of output channels in the
+// order 0 1 8 9 16 17 24 25 2 3 .... A thread holds columns 8 j + 2 t and 8 j + 2 t + 1 of every
+// instruction, hence the 8 neighbouring channels 8 t .. 8 t + 7, and stores them from registers
+// without an exchange.
 //
 // Cooperative: two consumer warpgroups share a tile, one above the other. Pingpong: each has a tile
 // of its own and they alternate on the tensor cores, so that one stores while the other multiplies.
@@ -24,8 +24,8 @@
 //
 // Full(s): the producer announces a stage's bytes, consumers wait. Empty(s): each consumer
 // warpgroup that reads the stage arrives when its wgmma has retired, the producer waits. Named
-// barriers 1 and 2 hand the tensor cores over in pingpong; 3 and 4 say, each to one warpgroup, that
-// its tile's scales and biases are there.
+// barriers 1 and 2 pass the tensor cores on in pingpong; 3 and 4 signal, each to one warpgroup,
+// that its tile's scales and biases have arrived.
 //
 // Bound by the tensor cores on large layers, by the epilogue where the reduction is short, and by
 // TMA in nchw32, whose boxes have rows of 32 bytes (docs/notes/imma_wgmma.md).
@@ -53,7 +53,7 @@ __device__ __forceinline__ void ProduceKBlocks(const Params& params, const Maps&
   const int32_t units_of_k_block = params.units_of_k_block;  // 1, 2 or 4
   const int32_t own = (warp + 3) % 4;
   if (warp > 0 && own >= units_of_k_block) return;
-  // Warp 0 counts along where units are k-blocks, for the filter's place.
+  // If units are k-blocks, warp 0 also advances its unit, to find the filter's position.
   const Unit first{params.first[own & (units_of_k_block - 1)]};
   const uint32_t own_at = own * params.unit_bytes * Tile::kTileM;
   for (int32_t index = blockIdx.x; index < params.tiles; index += gridDim.x) {
@@ -64,7 +64,7 @@ __device__ __forceinline__ void ProduceKBlocks(const Params& params, const Maps&
     Unit unit = first;
     int32_t left = params.units;
     for (int32_t i = 0; i < params.k_blocks; ++i) {
-      // Units past the last are left out: their columns of the filter hold zeros.
+      // Units past the last are not loaded: their columns of the filter hold zeros.
       const int32_t count = min(units_of_k_block, left);
       BarrierWait(barriers.Empty(stage.slot), stage.parity ^ 1);
       const uint32_t barrier = barriers.Full(stage.slot);
@@ -86,8 +86,8 @@ __device__ __forceinline__ void ProduceKBlocks(const Params& params, const Maps&
   }
 }
 
-// A consumer warpgroup. One copy of its code serves both: the epilogue, which is straight-line
-// code, competes for the instruction cache.
+// A consumer warpgroup. Both run the same code, because the straight-line epilogue competes for the
+// instruction cache.
 template <typename T, class Tile>
 __device__ __forceinline__ void ConsumeKBlocks(const Params& params, uint32_t ring,
                                                const Barriers<Tile>& barriers, int warpgroup) {
@@ -116,7 +116,7 @@ __device__ __forceinline__ void ConsumeKBlocks(const Params& params, uint32_t ri
       MultiplyKBlock<T, Tile>(params, sums, Tile::Pixels(params, shared, warpgroup),
                               Tile::Filter(shared + Tile::kBytesA, warpgroup), params.step_offset,
                               i < params.full_k_blocks ? kSteps : tail_steps, i > 0);
-      // A stage is given back one k-block late, so that one wgmma is always in flight.
+      // A stage is freed one k-block late, so that one wgmma is always in flight.
       WgmmaWait<1>();
       if (i > 0) release(barriers.Empty(last));
       last = stage.slot;

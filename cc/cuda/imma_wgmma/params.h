@@ -13,35 +13,36 @@ namespace jaxconv::imma_wgmma {
 inline constexpr int32_t kKBlockBytes = 128;
 inline constexpr int32_t kStepBytes = 32;
 inline constexpr int32_t kSteps = kKBlockBytes / kStepBytes;
-// Filter-row reuse: the distance in pixels from a filter row's first tap to its last, at most. 8
+// Filter-row reuse: the largest distance in pixels between a filter row's first and last tap. 8
 // keeps the copies multiples of the swizzle's pattern.
 inline constexpr int32_t kMaxSpan = 8;
 inline constexpr int32_t kMaxRowTaps = kMaxSpan + 1;
 
-// A number of units, or the place of one: digits, of which the taps' run innermost first.
+// The digits of a number of units, or of a unit's position; taps innermost first.
 struct UnitDigits {
   int32_t tap[3] = {}, channels = 0;
 };
 
 // The kernels' argument. Axes innermost first: w, h, d.
 //
-// A unit is what one TMA copy brings of every pixel of a tile: unit_bytes channels under one tap,
-// or, with filter-row reuse, under a row of taps. 128 / unit_bytes units lie one behind the other
-// in a stage, which meets one k-block of the filter, or row_taps of them.
+// A unit is one TMA copy: unit_bytes channels of every pixel of a tile under one tap (with
+// filter-row reuse: under a filter row). A stage holds 128 / unit_bytes units and serves one
+// k-block of the filter (with filter-row reuse: row_taps k-blocks).
 struct Params {
   RequantizeParams requantize;
-  int32_t rows = 1;             // of gemm_m: images times walked pixels
+  int32_t rows = 1;             // of gemm_m: images times base pixels
   int32_t columns = 1;          // output channels of a group
   int32_t tiles = 0;            // of all groups
   FastDivmod n_tiles, m_tiles;  // digits of a tile index, fastest first; then groups
-  int32_t rank = 2;             // spatial axes that TMA walks; 0: rows of a matrix
+  int32_t rank = 2;             // spatial axes of the tensor map; 0: rows of a matrix
   int32_t nchw32 = 0;           // coordinates are (w, h, channel block, image)
-  FastDivmod count[3];          // output pixels of an axis, as walked
+  FastDivmod count[3];          // base pixels along each axis
   int32_t width = 1;            // of count[0], the pixels that are outputs
   int32_t lower[3] = {};        // first base pixel
   int32_t step[3] = {1, 1, 1};  // base pixels from one output pixel to the next
   int32_t offset0[3] = {}, offset_step[3] = {1, 1, 1};  // of a tap from the base pixel
-  int32_t taps[3] = {1, 1, 1};       // that units walk over: with filter-row reuse taps[0] is 1
+  int32_t taps[3] = {1, 1, 1};       // taps over which units run; with filter-row reuse taps[0] is
+                                     // 1
   int32_t channel_units = 1;         // of a tap
   int32_t unit_channels = 1;         // from one unit to the next, as a coordinate
   int32_t group_channels = 1;        // from one group to the next, as a coordinate
@@ -50,22 +51,22 @@ struct Params {
   UnitDigits one_unit, stage_units;  // the next unit; the same unit of the next stage
   UnitDigits first[kSteps];          // the units of the first k-block
   int32_t k_blocks = 1;              // stages of a tile
-  // Stages from full_k_blocks on have fewer instructions: last_steps in all, of which a k-block of
-  // the filter has tail_steps at most.
+  // Stages from full_k_blocks on have fewer instructions: last_steps in all, at most tail_steps for
+  // a k-block of the filter.
   int32_t full_k_blocks = 0, last_steps = kSteps, tail_steps = kSteps;
   int32_t row_taps = 1;  // taps of a unit
-  // Where the filter's bytes of a k-block begin in a packed row: 128 bytes further each time, or,
-  // of units of 128 bytes with taps fastest, tap * tap_bytes + channel unit * 128.
+  // The offset of a k-block in a packed row of the filter: 128 bytes further for each k-block; with
+  // units of 128 bytes and taps fastest: tap * tap_bytes + channel unit * 128.
   int32_t tap_bytes = 0;
   int32_t unit_bytes = kKBlockBytes, units_of_k_block = 1;
-  // Of the descriptors of A: the upper word; addresses / 16 from the stage's beginning to the 32
-  // bytes of each of its instructions, and from one 64 rows to the next.
+  // Descriptors of A: the upper word; the offset / 16 of each instruction's 32 bytes from the start
+  // of the stage, and from one block of 64 rows to the next.
   uint32_t descriptor = 0;
   uint32_t step_offset[kMaxRowTaps * kSteps] = {};
   uint32_t block_offset = 0;
 };
 
-// What Launch needs beside it: the tensor maps' extents and the grid.
+// The parameters of Launch: the kernel's, the tensor maps' extents and the grid.
 struct LaunchParams {
   Params kernel;
   int64_t images = 1, channels = 1;  // of x

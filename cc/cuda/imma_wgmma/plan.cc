@@ -17,7 +17,7 @@ struct Instance {
   bool pingpong = false;
   bool filter_row = false;
   bool swap_ab = false;             // output channels are the instructions' rows
-  int64_t stationary_k_blocks = 0;  // of the filter in shared memory, loaded once a CTA
+  int64_t stationary_k_blocks = 0;  // of the filter, in shared memory, loaded once by each CTA
 };
 
 Status CheckProblem(const KernelDesc& kernel, const ConvProblem& problem) {
@@ -46,7 +46,7 @@ Status CheckSwapAb(const ConvProblem& problem, const RequantizeParams& requantiz
   return {};
 }
 
-// How TMA walks the pixels and the taps.
+// Sets the order in which TMA loads pixels and taps.
 Status MakeWalk(const Instance& instance, const ConvProblem& problem, LaunchParams* launch) {
   Params& params = launch->kernel;
   const Im2colLimits& limits = kIm2colLimits[problem.rank];
@@ -55,8 +55,8 @@ Status MakeWalk(const Instance& instance, const ConvProblem& problem, LaunchPara
     const int axis = 2 - i;
     const int64_t extent = problem.in[axis], outputs = problem.out[axis];
     const int64_t stride = problem.stride[axis], pad = problem.pad_lo[axis];
-    // The box of base pixels begins in the padding or with the tensor, never inside it; the taps'
-    // offsets carry the distance.
+    // The box of base pixels begins in the padding or at the first pixel, never inside the tensor;
+    // the taps' offsets carry the difference.
     const int64_t lower = std::min<int64_t>(0, -pad);
     const int64_t offset0 = -pad - lower;
     const int64_t offset = offset0 + (problem.filter[axis] - 1) * problem.dilation[axis];
@@ -96,7 +96,7 @@ Status MakeWalk(const Instance& instance, const ConvProblem& problem, LaunchPara
   return {};
 }
 
-// A number of units as digits of the order in which they follow.
+// The digits of a number of units, in the order of the units.
 UnitDigits DigitsOf(const Params& params, int64_t units) {
   UnitDigits digits;
   auto take = [&units](int64_t radix) {
@@ -110,11 +110,11 @@ UnitDigits DigitsOf(const Params& params, int64_t units) {
   return digits;
 }
 
-// How the reduction is cut into units and stages.
+// Divides the reduction into units and stages.
 Status MakeUnits(const Instance& instance, const ConvProblem& problem, Params* params) {
   const int64_t channels = problem.c_per_group();
-  // Partial units of 128 channels where one copy serves a row of taps. Where every tap has its own,
-  // they cost more than narrower units.
+  // Partial units of 128 channels only if one copy serves a filter row; if every tap has its own
+  // copy, they cost more than narrower units.
   const bool partial = instance.filter_row && channels > 64;
   const int64_t unit = params->nchw32                   ? 32
                        : channels % 128 == 0 || partial ? 128
@@ -126,9 +126,9 @@ Status MakeUnits(const Instance& instance, const ConvProblem& problem, Params* p
   params->channel_units = static_cast<int32_t>(CeilDiv(channels, unit));
   params->unit_channels = static_cast<int32_t>(params->nchw32 ? 1 : unit);
   params->group_channels = static_cast<int32_t>(params->nchw32 ? channels / 32 : channels);
-  // Units of 128 bytes are k-blocks, in any order: with taps fastest the first reads of x are
-  // spread over the reduction, and units that a tap's channels do not fill come last. Other units
-  // follow the packed rows.
+  // Units of 128 bytes are k-blocks and may have any order. With taps fastest, the first reads of x
+  // are spread over the reduction, and units that a tap's channels do not fill come last. Other
+  // units follow the packed rows.
   params->taps_first = params->nchw32 || unit == kKBlockBytes;
   params->tap_bytes = !params->nchw32 && unit == kKBlockBytes ? static_cast<int32_t>(channels) : 0;
   const int64_t taps = problem.taps() / row_taps;
@@ -169,28 +169,30 @@ Status MakeUnits(const Instance& instance, const ConvProblem& problem, Params* p
   return {};
 }
 
-// The predicted time, on the model of the GPU. A k-block passes through the tensor cores, through
-// shared memory and, row by row of its boxes, through TMA; the slowest of the three sets the
-// throughput. The epilogue adds to it; in pingpong one consumer stores while the other multiplies.
-// Fitted to 785 times of 81 problems on an H200 (docs/notes/imma_wgmma.md): the choices lose 0.5 %
-// on average against the best tile, 7 % at most. Terms stand in for each other; only their sum is
-// to be believed.
+// The predicted time on the GPU's model. A k-block passes through the tensor cores, through shared
+// memory and, row by row of its boxes, through TMA; the slowest of the three limits the throughput.
+// The epilogue adds to it, but in pingpong one consumer stores while the other multiplies. Fitted
+// to 785 times of 81 problems on an H200 (docs/notes/imma_wgmma.md): the choices are 0.5 % slower
+// on average than the best tile, 7 % at most. The terms are correlated: only their sum predicts a
+// time.
 constexpr double kInt8Rate = 2;        // multiply-adds for one of 16-bit operands
 constexpr double kWgmmaShare = 0.798;  // of the rate
 constexpr double kSharedBytesPerCycle = 128;
-// Of TMA for a row of a box of activations, by its bytes; for a row of the filter's.
+// TMA cycles for a row of a box of activations, by its bytes; for a row of the filter.
 constexpr double kRow128Cycles = 2.53, kRow64Cycles = 2.65, kRow32Cycles = 0.8;
-// For each run of neighbouring pixels in a box of 32-byte rows; both where its pixels are apart.
+// For each run of neighbouring pixels in a box of 32-byte rows; row and run both count for pixels
+// that lie apart.
 constexpr double kRun32Cycles = 7.17;
 constexpr double kStridedRow32Cycles = 1.51, kStridedRun32Cycles = 1.99;
 constexpr double kFilterRowCycles = 1.8;
-constexpr double kKBlockCycles = 2.2;                             // that every k-block adds
+constexpr double kKBlockCycles = 2.2;                             // added by every k-block
 constexpr double kReuseCycles = 21.5, kSwapAbReuseCycles = 12.4;  // and with filter-row reuse
-constexpr double kStationaryShare = 0.972;                        // of such a k-block's cycles
+constexpr double kStationaryShare = 0.972;                        // factor on such a k-block's
+                                                                  // cycles
 constexpr double kPingpongTileCycles = 879, kCooperativeTileCycles = 65.2;
 constexpr double kSwapAbPingpongTileCycles = 503, kSwapAbCooperativeTileCycles = 707;
-// Of a thread for one of its outputs; how much more a residual, a wider output or pieces of 32
-// bytes (nhwc; swapped, of 64) take; for the scales and biases of 32 channels.
+// A thread's cycles for an output; the additional cycles of a residual, of a wider output, and of
+// stores of 32 bytes (nhwc; swapped: 64); the cycles for the scales and biases of 32 channels.
 constexpr double kPingpongOutputCycles = 16.5, kCooperativeOutputCycles = 18.1;
 constexpr double kPingpongResidualExcess = 1.28, kCooperativeResidualExcess = 1.02;
 constexpr double kByteExcess = 0.25, kNhwcExcess = 0.476;
@@ -199,20 +201,21 @@ constexpr double kSwapAbNhwcExcess = 0.521;
 constexpr double kTermsCycles = 112;
 constexpr double kStartCycles = 295;
 constexpr double kDramSlower = 1.09;
-constexpr double kExposed = 0.0032;  // of the shorter of SM and DRAM time
+constexpr double kExposed = 0.0032;  // share of the shorter of SM and DRAM time
 
-// Of TMA for a row of 32 bytes. A run ends with a row of the output, but for pointwise layers.
+// TMA cycles for a row of 32 bytes. A run ends with a row of the output, except in pointwise
+// layers.
 double Row32Cycles(const ConvProblem& problem) {
   const auto width = static_cast<double>(problem.out[2]);
   if (problem.stride[2] > 1) return kStridedRow32Cycles + kStridedRun32Cycles / width;
   return kRow32Cycles + (problem.taps() == 1 ? 0 : kRun32Cycles / width);
 }
 
-// Of a k-block in the main loop.
+// Cycles of a k-block in the mainloop.
 double KBlockCycles(const Instance& instance, const ConvProblem& problem, const Params& params,
                     const Gpu& gpu) {
   const double m = static_cast<double>(instance.tile_m), n = static_cast<double>(instance.tile_n);
-  // Where a tap's last unit is partial, its copies are whole.
+  // The copies of a tap's partial last unit are whole.
   const double whole = params.unit_bytes == kKBlockBytes
                            ? static_cast<double>(params.channel_units * kKBlockBytes) /
                                  static_cast<double>(problem.c_per_group())
@@ -220,7 +223,7 @@ double KBlockCycles(const Instance& instance, const ConvProblem& problem, const 
   const double pixels = whole * (m + (instance.filter_row ? kMaxSpan : 0)) / params.row_taps;
   const double filter_rows = instance.stationary_k_blocks > 0 ? 0 : whole * n;
   const double tensor = m * n * kKBlockBytes / (kWgmmaShare * kInt8Rate * gpu.wgmma_per_clock);
-  // Each 64 rows, of pixels or, swapped, of channels, read themselves and all columns.
+  // For each 64 rows (pixels; swapped: channels), the rows and all columns are read.
   const double reads = instance.swap_ab ? n / 64 * (64 + m) : m / 64 * (64 + n);
   const double shared =
       (reads * kSteps * kStepBytes + (pixels + filter_rows) * kKBlockBytes) / kSharedBytesPerCycle;
@@ -237,10 +240,10 @@ double KBlockCycles(const Instance& instance, const ConvProblem& problem, const 
                                : kReuseCycles);
 }
 
-// Of a tile's outputs.
+// Cycles of a tile's outputs.
 double EpilogueCycles(const Instance& instance, const ConvProblem& problem, const Params& params) {
   const double n = static_cast<double>(instance.tile_n);
-  const double outputs =  // of a thread
+  const double outputs =  // outputs of a thread
       static_cast<double>(instance.tile_m) * n / (instance.pingpong ? 128 : 256);
   if (instance.swap_ab) {
     return outputs *

@@ -1,4 +1,4 @@
-// igemm on wgmma with 8-bit operands: which problems the instances take, and how.
+// imma_wgmma: implicit GEMM of 8-bit operands by wgmma; planning of its instances.
 #ifndef JAXCONV_CUDA_IMMA_WGMMA_PLAN_H_
 #define JAXCONV_CUDA_IMMA_WGMMA_PLAN_H_
 

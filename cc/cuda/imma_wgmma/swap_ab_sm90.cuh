@@ -1,14 +1,14 @@
 // imma_wgmma with the operands swapped: the filter is A, the pixels are B (sm_90a). For few output
 // channels, and for few pixels.
 //
-// With 64 channels as columns, m64n64k32 reads 2 KB of pixels and 2 KB of the filter in its 32
-// cycles, all that shared memory gives. With the filter's channels as rows and 256 pixels as
-// columns, an instruction reads 2 + 8 KB in 128 cycles. Nor need a tile's pixels be a power of two:
-// 96 of them cut 7x7 maps into as many tiles as there are SMs.
+// With 64 channels as columns, m64n64k32 reads 2 KB of pixels and 2 KB of the filter in 32 cycles,
+// the full bandwidth of shared memory. With the filter's channels as rows and 256 pixels as
+// columns, an instruction reads 2 + 8 KB in 128 cycles. A tile's pixels need not be a power of two:
+// with 96, 7x7 maps have as many tiles as there are SMs.
 //
-// The filter's tensor map brings the 16 rows of a warp in the order 0 2 4 .. 14 1 3 .. 15: so a
-// thread, which holds rows g and g + 8, holds two neighbouring channels of its pixels, and their
-// bytes are one 16-bit element. stmatrix transposes those on their way to rows of channels:
+// The filter's tensor map loads the 16 rows of a warp in the order 0 2 4 .. 14 1 3 .. 15. A thread
+// holds rows g and g + 8, hence two neighbouring channels of its pixels, whose bytes form one
+// 16-bit element. stmatrix transposes these elements to rows of channels:
 //
 //     staging of a warpgroup    pixel p: 64 bytes, 16 of each warp; chunk c at c ^ (p / 2 % 4)
 //
@@ -28,8 +28,8 @@ namespace jaxconv::imma_wgmma {
 template <class Tile>
 struct SwapAbResults;
 
-// A warpgroup multiplies 64 channels by kTileM pixels, of one tile of 128 channels (cooperative) or
-// of a tile of its own (pingpong).
+// A warpgroup computes 64 channels by kTileM pixels, half of a tile of 128 channels (cooperative)
+// or its own tile (pingpong).
 template <bool kPingpong, int kTileM, int kStages, bool kFilterRow = false, int kFilterSlots = 0,
           int kStationary = 0>
 struct SwapAbTile : TileRing<kPingpong, kTileM, kPingpong ? 64 : 128, kStages, kFilterRow,
@@ -83,8 +83,8 @@ struct SwapAbResults {
   }
   __device__ __forceinline__ void Store(const TilePlace& place, int32_t, const Output& output,
                                         typename Tile::Sums& sums) {
-    // Nobody reads the tile before: the warpgroup's threads have met since, when its turn came, or
-    // meet here.
+    // The previous tile's staging has been read: the warpgroup's threads have synchronised since,
+    // at their turn, or do so here.
     if constexpr (!Tile::kPingpong) Meet();
     if (params.requantize.path == RequantizePath::kS8) {
       Stage<RequantizePath::kS8>(output, sums);
@@ -114,7 +114,7 @@ struct SwapAbResults {
       uint32_t words[4];
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        // Of the last 16 pixels the second pair of matrices repeats the first.
+        // For the last 16 pixels, the second pair of matrices repeats the first.
         const int eight = p / 8 + (p + 32 <= Tile::kTileM ? i : i % 2);
         const int32_t* const s = &sums[eight * 4];  // channels c, c, c + 1, c + 1
         const int32_t four[4] = {s[0], s[2], s[1], s[3]};
@@ -130,7 +130,7 @@ struct SwapAbResults {
     constexpr int kPasses = (Tile::kTileM + 31) / 32, kDecoded = (kPasses + 3) / 4;
     const RequantizeParams& requantize = params.requantize;
     const int thread = threadIdx.x % 128, chunk = thread % 4;
-    // Of the four lanes' pixel each decodes every fourth pass. In units of 32 elements.
+    // The four lanes share a pixel; each decodes every fourth pass. In units of 32 elements.
     int32_t decoded[kDecoded];
 #pragma unroll
     for (int i = 0; i < kDecoded; ++i) {

@@ -32,9 +32,9 @@ Status EncodeActivations(const LaunchParams& launch, const void* x, int32_t pixe
                          params.unit_bytes);
 }
 
-// Rows 32 b + 8 t + 2 j + e of the filter as a tensor (bytes, e, t, j, b), so that a box brings
-// them in the order of (j, t, e): the header of int8_sm90.cuh says why. Of swapped operands rows 32
-// b + 16 h + 2 g + e as (bytes, g, e, h, b): swap_ab_sm90.cuh.
+// Rows 32 b + 8 t + 2 j + e of the filter as a tensor (bytes, e, t, j, b), so that a box has the
+// order (j, t, e); the header of int8_sm90.cuh explains why. With swapped operands, rows 32 b + 16
+// h + 2 g + e as (bytes, g, e, h, b): swap_ab_sm90.cuh.
 Status EncodeFilter(const LaunchParams& launch, const void* w, int32_t rows, CUtensorMap* map) {
   DenseTensor tensor;
   tensor.dtype = DType::kS8;

@@ -1,4 +1,4 @@
-// The tensor maps of imma_wgmma: made in every launch (0.1 us each), so nothing can be stale.
+// The tensor maps of imma_wgmma. Every launch makes them (0.1 us each), so none can be stale.
 #ifndef JAXCONV_CUDA_IMMA_WGMMA_TENSOR_MAPS_H_
 #define JAXCONV_CUDA_IMMA_WGMMA_TENSOR_MAPS_H_
 
@@ -16,7 +16,7 @@ struct Maps {
   CUtensorMap x, filter;
 };
 
-// Boxes of tile_m pixels by a unit, and of tile_n rows by 128 bytes of the filter.
+// Boxes of tile_m pixels by one unit, and of tile_n rows by 128 bytes of the filter.
 Status EncodeMaps(const LaunchParams& launch, const Operands& operands, int32_t tile_m,
                   int32_t tile_n, Maps* maps);
 

@@ -1,5 +1,5 @@
-// What the device kernels of imma_wgmma share: where a CTA is, the copies of a unit of activations,
-// the products of an instruction, and the way from the sums to the output (sm_90a).
+// Shared by the device kernels of imma_wgmma: a CTA's position, the copies of a unit of
+// activations, the products of an instruction, and the epilogue (sm_90a).
 #ifndef JAXCONV_CUDA_IMMA_WGMMA_TILE_SM90_CUH_
 #define JAXCONV_CUDA_IMMA_WGMMA_TILE_SM90_CUH_
 
@@ -17,18 +17,17 @@ namespace jaxconv::imma_wgmma {
 template <class Tile>
 struct RowResults;
 
-// The ring and the registers of a CTA with two consumer warpgroups, which multiply a tile of kTileM
-// pixels by kTileN channels together (cooperative), or each a tile of its own (pingpong).
+// The ring and the registers of a CTA with two consumer warpgroups. Together they compute a tile of
+// kTileM pixels by kTileN channels (cooperative), or each computes its own (pingpong).
 //
-// kFilterRow: a stage holds the activations of a filter row's taps, kTileM pixels and kMaxSpan
-// more, and the filter has kFilterSlots slots of its own, or kStationary k-blocks that stay for
-// good.
+// kFilterRow: a stage holds the activations of a filter row's taps, kTileM + kMaxSpan pixels; the
+// filter has kFilterSlots slots of its own, or kStationary k-blocks that stay in shared memory.
 template <bool kPingpong_, int kTileM_, int kTileN_, int kStages_, bool kFilterRow_,
           int kFilterSlots_, int kStationary_>
 struct TileRing {
   static constexpr bool kPingpong = kPingpong_, kFilterRow = kFilterRow_;
   static constexpr int kTileM = kTileM_, kTileN = kTileN_;
-  static constexpr int kPixels = kTileM + (kFilterRow ? kMaxSpan : 0);  // of a copy
+  static constexpr int kPixels = kTileM + (kFilterRow ? kMaxSpan : 0);  // pixels of a copy
   static constexpr int kStages = kStages_;
   static constexpr int kFilterSlots = kFilterSlots_, kStationary = kStationary_;
   static constexpr int kThreads = 3 * 128;
@@ -38,7 +37,7 @@ struct TileRing {
   static constexpr int kRingBytes = kFilterAt + (kFilterSlots + kStationary) * kBytesB;
   static constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
 
-  // With what lies behind the ring, and 1024 to align it.
+  // The ring, `behind` bytes after it, and 1024 to align it.
   static constexpr int SharedBytes(int behind) { return kRingBytes + behind + 1024; }
   static constexpr bool Fits(int shared_bytes) {
     return shared_bytes + 1024 <= 232448;  // 227 KB a CTA, barriers among them
@@ -50,18 +49,18 @@ template <bool kPingpong, int kBlocks_, int kTileN, int kStages, bool kFilterRow
           int kFilterSlots = 0, int kStationary = 0>
 struct Int8Tile : TileRing<kPingpong, (kPingpong ? 1 : 2) * kBlocks_ * 64, kTileN, kStages,
                            kFilterRow, kFilterSlots, kStationary> {
-  static constexpr int kBlocks = kBlocks_;  // of 64 rows, of a warpgroup
-  // Of each consumer warpgroup two buffers, for the tile that it stores and for the next.
+  static constexpr int kBlocks = kBlocks_;  // blocks of 64 rows in a warpgroup
+  // Each consumer warpgroup has two buffers, for the tile that it stores and for the next.
   using Terms = SharedTerms<kTileN>;
   static constexpr int kTermsAt = Int8Tile::kRingBytes;
   static constexpr int kSharedBytes = Int8Tile::SharedBytes(4 * Terms::kBytes);
   static_assert(Int8Tile::Fits(kSharedBytes));
   static constexpr int kAccumulators = kBlocks * kTileN / 2;
-  using Sums = int32_t[kAccumulators];  // kTileN / 2 of each block
+  using Sums = int32_t[kAccumulators];  // kTileN / 2 for each block
   using Results = RowResults<Int8Tile>;
 
-  // Low words of a warpgroup's descriptors of the activations and of the filter, at their place in
-  // shared memory.
+  // The low words of a warpgroup's descriptors of the activations and of the filter, at their
+  // addresses in shared memory.
   static __device__ __forceinline__ uint32_t Pixels(const Params& params, uint32_t shared,
                                                     int warpgroup) {
     return KMajorDescriptorLow(shared) +
@@ -70,7 +69,7 @@ struct Int8Tile : TileRing<kPingpong, (kPingpong ? 1 : 2) * kBlocks_ * 64, kTile
   static __device__ __forceinline__ uint32_t Filter(uint32_t shared, int) {
     return KMajorDescriptorLow(shared);
   }
-  // The products of 32 bytes of the reduction.
+  // Multiplies 32 bytes of the reduction.
   template <typename T>
   static __device__ __forceinline__ void Multiply(const Params& params, Sums& sums, uint32_t pixels,
                                                   uint32_t filter, bool accumulate) {
@@ -83,7 +82,7 @@ struct Int8Tile : TileRing<kPingpong, (kPingpong ? 1 : 2) * kBlocks_ * 64, kTile
   }
 };
 
-// A tile index as its digits.
+// The digits of a tile index.
 struct TilePlace {
   int32_t n_tile, m_tile, group;
   __device__ __forceinline__ TilePlace(const Params& params, int32_t index) {
@@ -92,7 +91,7 @@ struct TilePlace {
   }
 };
 
-// The base pixel of output pixel m, where a box begins.
+// The base pixel of output pixel m, the start of a box.
 struct BasePixel {
   int32_t x = 0, y = 0, z = 0, image = 0;
   __device__ __forceinline__ BasePixel(const Params& params, int32_t m) {
@@ -113,7 +112,7 @@ struct BasePixel {
 struct Unit {
   UnitDigits at;
 
-  // Without branches: a producer's thread waits for every one of them.
+  // Without branches, because each delays the producer's thread.
   __device__ __forceinline__ void Advance(const Params& params, const UnitDigits& by) {
     int32_t carry = 0;
     auto add = [&carry](int32_t& digit, int32_t by, int32_t radix) {
@@ -146,7 +145,7 @@ __device__ __forceinline__ void LoadUnit(const Params& params, const CUtensorMap
     CopyIm2col2d(shared, map, barrier, at.x, at.y, c, at.image, off0, off1);
     return;
   }
-  // Comparisons, the most frequent first: a jump table is read from memory.
+  // Comparisons, the most frequent case first, because a jump table would be read from memory.
   if (params.rank == 2) {
     CopyIm2col2d(shared, map, barrier, c, at.x, at.y, at.image, off0, off1);
   } else if (params.rank == 0) {
@@ -159,10 +158,10 @@ __device__ __forceinline__ void LoadUnit(const Params& params, const CUtensorMap
   }
 }
 
-// The products of the first kCount instructions of a k-block, one committed group. They are one
-// piece of straight code: where a branch lies between them and their commit, ptxas closes a group
-// before it, and to wait for all groups but one is to wait for the whole k-block. `pixels`,
-// `filter`: as Tile::Pixels and Tile::Filter give them; `offsets`: of the instructions' pixels.
+// Issues the first kCount instructions of a k-block as one committed group. The code is straight:
+// at a branch before the commit, ptxas would close a group, and waiting for all groups but one
+// would then wait for the whole k-block. `pixels`, `filter`: from Tile::Pixels and Tile::Filter;
+// `offsets`: those of the instructions' pixels.
 template <typename T, class Tile, int kCount>
 __device__ __forceinline__ void MultiplySteps(const Params& params, typename Tile::Sums& sums,
                                               uint32_t pixels, uint32_t filter,
@@ -176,7 +175,7 @@ __device__ __forceinline__ void MultiplySteps(const Params& params, typename Til
   WgmmaCommit();
 }
 
-// The same of `steps` instructions, 1 to kSteps.
+// The same for `steps` instructions, 1 to kSteps.
 template <typename T, class Tile>
 __device__ __forceinline__ void MultiplyKBlock(const Params& params, typename Tile::Sums& sums,
                                                uint32_t pixels, uint32_t filter,
@@ -194,8 +193,8 @@ __device__ __forceinline__ void MultiplyKBlock(const Params& params, typename Ti
   }
 }
 
-// The output pixel of row m, or -1. With filter-row reuse the rows are the pixels that TMA walks,
-// some of which lie between the ends of two rows of the output.
+// The output pixel of row m, or -1. With filter-row reuse the rows are the base pixels that TMA
+// loads, some of which lie between two rows of the output.
 template <class Tile>
 __device__ __forceinline__ int32_t OutputPixelOf(const Params& params, int32_t m) {
   if (m >= params.rows) return -1;
@@ -207,7 +206,7 @@ __device__ __forceinline__ int32_t OutputPixelOf(const Params& params, int32_t m
   return m;
 }
 
-// The scales and biases of a warpgroup's tiles: of one tile in use, of the next under way.
+// The scales and biases of a warpgroup's tiles: one tile's in use, the next tile's being loaded.
 template <class Tile>
 struct TermsOfTiles {
   const Params& params;
@@ -215,14 +214,15 @@ struct TermsOfTiles {
   const int warpgroup;
   int32_t turn = 0;
 
-  // Begins to bring those of tile `index`, if there is one.
+  // Starts to load those of tile `index`, if it exists.
   __device__ __forceinline__ void Begin(int32_t index) {
     if (index < params.tiles) {
       const TilePlace place(params, index);
       At(place).Copy(params.requantize, threadIdx.x % 128, (place.group + 1) * params.columns);
     }
   }
-  // All threads of the warpgroup: those of tile `place` are there, those of tile `next` are begun.
+  // Called by all threads of the warpgroup: waits for those of tile `place` and starts to load
+  // those of tile `next`.
   __device__ __forceinline__ typename Tile::Terms Take(const TilePlace& place, int32_t next) {
     const typename Tile::Terms terms = At(place);
     terms.Wait(3 + warpgroup);
@@ -239,11 +239,12 @@ struct TermsOfTiles {
 };
 
 // A thread's output pixels in a warpgroup's tile, two of each 64 rows. `m`: the tile's first row.
-// The four lanes of a row have the same pixels: each decodes some and gives them to the others.
+// The four lanes of a row have the same pixels: each decodes some of them and passes them to the
+// others.
 template <class Tile>
 struct PixelsOf {
   static constexpr int kCount = 2 * Tile::kBlocks;
-  // That a path with a residual processes at once; more would spill.
+  // Pixels that a path with a residual processes at once; more would spill.
   static constexpr int kAtOnce = kCount < 4 ? kCount : 4;
   static constexpr int kParts = kCount / kAtOnce;
   OutputPixel of[kParts][kAtOnce];
@@ -265,13 +266,13 @@ struct PixelsOf {
   }
 };
 
-// The residual under a thread's outputs. It is loaded before the tile is multiplied: its latency,
-// which two warpgroups cannot hide, passes meanwhile.
+// The residual of a thread's outputs. It is loaded before the tile is multiplied, because two
+// warpgroups cannot hide its latency in the epilogue.
 template <class Tile>
 struct ResidualOf {
   static constexpr int kGroups = Tile::kTileN / 32;
   using Pixels = PixelsOf<Tile>;
-  Residual<Pixels::kAtOnce> of[kGroups][Pixels::kParts];  // of each 32 channels
+  Residual<Pixels::kAtOnce> of[kGroups][Pixels::kParts];  // for each 32 channels
 
   __device__ __forceinline__ ResidualOf(const Params& params, const TilePlace& place,
                                         const Pixels& pixels) {
@@ -289,7 +290,7 @@ struct ResidualOf {
   }
 };
 
-// A warpgroup's tile -> the output. The sums are lost.
+// Stores a warpgroup's tile and destroys the sums.
 template <class Tile>
 __device__ __forceinline__ void StoreTile(const Params& params, const TilePlace& place,
                                           const typename Tile::Terms& terms,
@@ -304,7 +305,7 @@ __device__ __forceinline__ void StoreTile(const Params& params, const TilePlace&
   ForRequantizePath(params.requantize, [&](auto path) {
     constexpr RequantizePath kPath = decltype(path)::value;
     if constexpr (kPath == RequantizePath::kGeneral) {
-      // One copy of the code: the pixels and the sums move past it.
+      // One copy of the code: the pixels and the sums move through it.
       const Residual<2> none{};
       Pixels copy = pixels;
       auto& left = reinterpret_cast<OutputPixel(&)[kPixels]>(copy.of);
@@ -329,7 +330,8 @@ __device__ __forceinline__ void StoreTile(const Params& params, const TilePlace&
       const Residual<kAtOnce> none{};
 #pragma unroll
       for (int part = 0; part < kPixels / kAtOnce; ++part) {
-        // Branches, past which the compiler moves nothing: all channels' terms at once would spill.
+        // These branches keep the compiler from moving code across them: all channels' terms at
+        // once would spill.
         if (part > 0 && m_first + part * 128 >= params.rows) break;
 #pragma unroll
         for (int group = 0; group < kGroups; ++group) {
@@ -348,7 +350,7 @@ __device__ __forceinline__ void StoreTile(const Params& params, const TilePlace&
   });
 }
 
-// A consumer warpgroup's way from sums to the output. An object a warpgroup, an Output a tile.
+// A consumer warpgroup's epilogue: one object for each warpgroup, one Output for each tile.
 template <class Tile>
 struct RowResults {
   TermsOfTiles<Tile> terms;
@@ -361,14 +363,14 @@ struct RowResults {
 
   __device__ __forceinline__ RowResults(const Params& params, uint32_t ring, int warpgroup)
       : terms{params, ring, warpgroup} {}
-  // Before the first tile, `index`.
+  // Called before the first tile, `index`.
   __device__ __forceinline__ void Begin(int32_t index) { terms.Begin(index); }
-  // Before a tile is multiplied: loads what its latency would delay afterwards.
+  // Called before a tile is multiplied; starts loads whose latency would delay the epilogue.
   __device__ __forceinline__ Output Prepare(const TilePlace& place) const {
     const int block = Tile::kPingpong ? 0 : terms.warpgroup * Tile::kBlocks;
     return Output(terms.params, place, place.m_tile * Tile::kTileM + block * 64);
   }
-  // `next`: the tile to follow.
+  // `next`: the following tile.
   __device__ __forceinline__ void Store(const TilePlace& place, int32_t next, const Output& output,
                                         typename Tile::Sums& sums) {
     StoreTile<Tile>(terms.params, place, terms.Take(place, next), output.pixels, output.residual,

@@ -1,4 +1,4 @@
-// Eight channels of an array as accesses of 16 bytes, and of float32 vectors.
+// Eight channels of an array, accessed as 16 bytes, and of float32 vectors.
 #ifndef JAXCONV_CUDA_NORMALISATION_CHANNEL_VECTORS_CUH_
 #define JAXCONV_CUDA_NORMALISATION_CHANNEL_VECTORS_CUH_
 
@@ -62,7 +62,7 @@ __device__ __forceinline__ ChannelVector<T> LoadChannels(const void* array, int6
   for (int i = 0; i < ChannelVector<T>::kAccesses; ++i) loaded.accesses[i] = {__ldg(from + i)};
   return loaded;
 }
-// What nothing reads again soon.
+// Stores data that is not read again soon.
 template <typename T>
 __device__ __forceinline__ ChannelVector<T> LoadLastChannels(const void* array, int64_t at) {
   ChannelVector<T> loaded;

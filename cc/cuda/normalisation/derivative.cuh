@@ -1,5 +1,4 @@
-// Derivatives of activations in float32, within some 4 units of the last place of the larger of 1
-// and the result. NaN stays NaN.
+// Derivatives of activations in float32, within about 4 ulp of max(1, result). NaN stays NaN.
 #ifndef JAXCONV_CUDA_NORMALISATION_DERIVATIVE_CUH_
 #define JAXCONV_CUDA_NORMALISATION_DERIVATIVE_CUH_
 
@@ -14,7 +13,8 @@ __device__ __forceinline__ float Clamped(float u, float low, float high) {
   return MaxNan(MinNan(u, high), low);
 }
 
-// e / (1 + e)^2 with e = exp(-|x|): s (1 - s) of s = sigmoid(x), without cancellation.
+// e / (1 + e)^2 with e = exp(-|x|), which equals s (1 - s) with s = sigmoid(x), without
+// cancellation.
 __device__ __forceinline__ float LogisticDerivative(float x) {
   const Exponential exp = Exp(-fabsf(x));
   const float e = exp.value * exp.power, r = Reciprocal(1 + e);
@@ -42,8 +42,8 @@ __device__ __forceinline__ float GeluTanhDerivative(float u) {
   return s * fmaf(c * (1 - s), fmaf(square, 3 * kCubic, kLinear), 1);
 }
 
-// With e = exp(u) and n = e (e + 2): tanh(log(1 + e)) = n / (n + 2), of which the derivative is
-// 4 e (1 + e) / (n + 2)^2. Beyond 20 it is 1, below -80 it is 0.
+// With e = exp(u) and n = e (e + 2): tanh(log(1 + e)) = n / (n + 2), with the derivative 4 e (1 +
+// e) / (n + 2)^2. The result is 1 above 20 and 0 below -80.
 __device__ __forceinline__ float MishDerivative(float u) {
   const float c = Clamped(u, -80, 20);
   const Exponential exp = Exp(c);
@@ -51,12 +51,12 @@ __device__ __forceinline__ float MishDerivative(float u) {
   return r * fmaf(4 * c * r, e * (1 + e), n);
 }
 
-// 1 between two numbers, a half at each, else 0.
+// 1 between the bounds, 1/2 at each, otherwise 0.
 __device__ __forceinline__ float BetweenHalved(float v, float low, float high) {
   return v > low && v < high ? 1.0f : v == low || v == high ? 0.5f : 0.0f;
 }
 
-// In place of each value u. One uniform branch for all of them.
+// Replaces each value u by the derivative, with one uniform branch for all.
 template <int kCount>
 __device__ __forceinline__ void Differentiate(Derivative derivative, float slope,
                                               float (&u)[kCount]) {

@@ -11,8 +11,8 @@
 
 namespace jaxconv {
 
-// kNone: a mask in place of a derivative. At corners the derivatives are those of jax.nn, and from
-// kMaximum on the mean of both sides, as of jnp.maximum and jnp.clip.
+// kNone: a mask instead of a derivative. At corners the derivatives are those of jax.nn; from
+// kMaximum on they are the mean of both sides, as in jnp.maximum and jnp.clip.
 enum class Derivative : int32_t {
   kNone,
   kLeakyRelu,  // u >= 0 ? 1 : slope

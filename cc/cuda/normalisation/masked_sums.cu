@@ -28,8 +28,9 @@ __device__ __forceinline__ void LoadOfSegment(const ChannelNumbers& vector, int 
 }
 
 // blockIdx.x: a segment and a slice of up to kMaxLanes vectors of channels; blockIdx.y: the part of
-// the rows. The threads of a CTA are `steps` rows of `lanes` vectors. All CTAs of a segment walk side
-// by side, from the ends of the arrays: those of dz are what the kernel before has written last.
+// the rows. The threads of a CTA are `steps` rows of `lanes` vectors. All CTAs of a segment advance
+// together from the ends of the arrays to the start, because the previous kernel has written the
+// end last, so it is in L2.
 template <class Tag>
 __global__ void __launch_bounds__(kPassThreads, 2)
     SumMasked(const MaskedSums p, int slices, int lanes, int steps) {
@@ -39,9 +40,9 @@ __global__ void __launch_bounds__(kPassThreads, 2)
   constexpr bool kOperand = kMaskBy == MaskBy::kAffine || kMaskBy == MaskBy::kDerivative;
   constexpr int kSums = 1 + kArrays;
   constexpr int kLoads = kGradients + kArrays + (kMaskBy == MaskBy::kResult);
-  // Scale and offset take the registers of a row's access.
+  // Scale and offset use the registers of one row's access.
   constexpr int kUnroll = kRowsInFlight<kLoads * kVector * sizeof(T) + (kOperand ? 16 : 0)>;
-  constexpr int kRoom = kArrays > 0 ? kArrays : 1;  // of C++ arrays
+  constexpr int kRoom = kArrays > 0 ? kArrays : 1;  // C++ arrays have at least one element
   __shared__ ChannelSums<kSums> of_threads;
   const int segment = static_cast<int>(blockIdx.x) / slices;
   const int slice = static_cast<int>(blockIdx.x) % slices;
@@ -115,7 +116,7 @@ __global__ void __launch_bounds__(kPassThreads, 2)
           if constexpr (kMaskBy == MaskBy::kBits) {
             if ((bits[u] >> i & 1) == 0) masked[i] = 0;
           } else if constexpr (kMaskBy == MaskBy::kResult || kMaskBy == MaskBy::kAffine) {
-            // A bound of NaN bounds nothing.
+            // A NaN bound has no effect.
             if (!(of_mask[i] > p.above) || of_mask[i] >= p.below) masked[i] = 0;
           }
           sums[0][i] += masked[i];

@@ -1,17 +1,16 @@
-// The sums over positions of a normalisation's backward pass, with the mask or the derivative of an
+// The sums over positions in a normalisation's backward pass, with the mask or the derivative of an
 // activation, in one pass:
 //
 //     g        = gradient [+ gradient2], rounded
-//     dz       = g * derivative(u), rounded, or g where above < a (and a < below) or where a bit is
+//     dz       = g * derivative(u), rounded; or g where above < a (< below) or where a bit is
 //                set, else 0; or g
 //     sums[0]  = sum of dz,    sums[1 + i] = sum of dz * (y_i - mean_i)
 //
-// a is the activation's result, read, or u = (y_0 - mean_0) * scale + offset, rounded as dz's type.
-// Bits are those of normalise_add.h, (rows, channels / 8) bytes.
-// Arrays are (segments, rows, channels), contiguous, of one type; vectors are float32 of `channels`
-// numbers, one for all segments or one for each. Each of a segment's `parts` CTAs adds its share of
-// the rows in a fixed order, so that the bits of the sums are those of the shape and of `parts`
-// alone.
+// a is the activation's stored result, or u = (y_0 - mean_0) * scale + offset, rounded to dz's
+// type. Bits are those of normalise_add.h, (rows, channels / 8) bytes. Arrays are (segments, rows,
+// channels), contiguous, of one type. Vectors hold `channels` float32 numbers, one vector for all
+// segments or one for each. Each of a segment's `parts` CTAs adds its share of the rows in a fixed
+// order, so the bits of the sums depend only on the shape and on `parts`.
 #ifndef JAXCONV_CUDA_NORMALISATION_MASKED_SUMS_H_
 #define JAXCONV_CUDA_NORMALISATION_MASKED_SUMS_H_
 
@@ -25,7 +24,8 @@ namespace jaxconv {
 
 inline constexpr int kMaxSummedArrays = 2;
 
-// A vector of the channels, from segment to segment `stride` numbers on: 0 for one of all segments.
+// A vector of the channels. `stride`: numbers from one segment's vector to the next; 0: all
+// segments share it.
 struct ChannelNumbers {
   const float* numbers;
   int64_t stride;
@@ -38,8 +38,8 @@ struct MaskedSums {
   const void* result;                      // or null
   const uint8_t* bits;                     // or null
   const void* arrays[kMaxSummedArrays];    // each or null
-  ChannelNumbers means[kMaxSummedArrays];  // of the arrays that there are
-  ChannelNumbers scale, offset;            // where u is computed
+  ChannelNumbers means[kMaxSummedArrays];  // for each array
+  ChannelNumbers scale, offset;            // if u is computed
   Derivative derivative;                   // of u
   float slope;
   float above, below;  // NaN: no bound
@@ -47,8 +47,8 @@ struct MaskedSums {
   float* sums;         // (segments, parts, 1 + arrays, channels)
 };
 
-// Unimplemented: a type, a form or a number of channels that the kernels do not take, operands that
-// do not lie on multiples of 16 bytes.
+// Unimplemented: a type, form or number of channels that the kernels do not accept; operands whose
+// address is no multiple of 16 bytes.
 Status LaunchMaskedSums(DType dtype, const MaskedSums& sums, void* stream);
 
 }  // namespace jaxconv

@@ -67,7 +67,7 @@ __global__ void __launch_bounds__(kPassThreads, 2)
   const int64_t out_channel = int64_t{slice} * columns + threadIdx.x;
   if (static_cast<int>(threadIdx.x) >= columns || out_channel >= p.channels) return;
   const float sum = of_threads.Total(0, lanes, steps), squares = of_threads.Total(1, lanes, steps);
-  // The first block, which alone may end early, is part 0's.
+  // The first block belongs to part 0; only this block may end early.
   const int64_t count = (first_block + p.parts) / p.parts * rows_of_block -
                         (blockIdx.y == 0 ? blocks * rows_of_block - p.rows : 0);
   const float mean = sum / static_cast<float>(count);

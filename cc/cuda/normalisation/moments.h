@@ -2,11 +2,10 @@
 //
 //     mean = sum of y / rows,    M = sum of (y - mean)^2
 //
-// y is (segments, rows, channels), contiguous. Each of a segment's `parts` CTAs adds y - pivot and its
-// square over its share of the rows in a fixed order, with its first row as the pivot, so that
-// nothing cancels where the mean is large beside the deviations. Part i has the blocks
-// blocks - 1 - i, blocks - 1 - i - parts, ... of rows that the plan says, the last of which may
-// end early.
+// y is (segments, rows, channels), contiguous. Each of a segment's `parts` CTAs adds y - pivot and
+// its square over its share of the rows in a fixed order, with its first row as the pivot, so that
+// nothing cancels if the mean is large relative to the deviations. Part i has the blocks of rows
+// (as planned) blocks - 1 - i, blocks - 1 - i - parts, ...; the last may end early.
 #ifndef JAXCONV_CUDA_NORMALISATION_MOMENTS_H_
 #define JAXCONV_CUDA_NORMALISATION_MOMENTS_H_
 
@@ -23,8 +22,8 @@ struct Moments {
   float* moments;  // (segments, parts, 2, channels)
 };
 
-// Unimplemented: a type, a number of channels or parts that the kernels do not take, operands that
-// do not lie on multiples of 16 bytes.
+// Unimplemented: a type, number of channels or number of parts that the kernels do not accept;
+// operands whose address is no multiple of 16 bytes.
 Status LaunchMoments(DType dtype, const Moments& moments, void* stream);
 
 }  // namespace jaxconv

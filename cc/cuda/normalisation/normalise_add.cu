@@ -12,12 +12,12 @@ namespace jaxconv {
 namespace {
 
 constexpr int kVector = kChannelsOfThread;
-// Rows of a thread that are loaded at a time, of two arrays.
+// Rows that a thread loads at a time from two arrays.
 template <typename T>
 constexpr int kUnroll = kRowsInFlight<2 * kVector * sizeof(T)>;
 constexpr int64_t kMaxGrid = 65535;
 
-// What a thread's channels are normalised by.
+// The normalisation of a thread's channels.
 template <typename T>
 struct Normalisation {
   float mean[kVector], scale[kVector], offset[kVector];
@@ -46,9 +46,10 @@ struct AddForm {
 };
 
 // blockIdx.x: a slice of up to kMaxLanes vectors of channels; blockIdx.y: every gridDim.y-th block
-// of rows. The threads of a CTA are `steps` rows of `lanes` vectors, a row's bytes of bits
-// neighbours. All CTAs walk side by side, from the ends of the arrays: those of y are what the
-// kernel before has written last, and the kernel behind begins where the result is written last.
+// of rows. The threads of a CTA are `steps` rows of `lanes` vectors; a row's bytes of bits are
+// contiguous. All CTAs advance together from the ends of the arrays to the start: the previous
+// kernel has written the end of y last, and the next kernel begins where the result is written
+// last.
 template <class Tag>
 __global__ void __launch_bounds__(kPassThreads, 2)
     NormaliseAndAdd(const NormaliseAdd p, int lanes, int steps) {
@@ -90,8 +91,8 @@ __global__ void __launch_bounds__(kPassThreads, 2)
       }
 #pragma unroll
       for (int i = 0; i < kVector; ++i) values[i] = __fadd_rn(values[i], other[i]);
-      // A sum may be rounded up to the bound. A sum above 0 is a multiple of T's smallest number, so
-      // that none is rounded to 0.
+      // A sum may round up to the bound. A sum above 0 is a multiple of T's smallest number, so
+      // none rounds to 0.
       if constexpr (kBounded) ChannelVector<T>::Rounded(values).Unpack(values);
       unsigned bits = 0;
 #pragma unroll

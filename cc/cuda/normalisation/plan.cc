@@ -9,12 +9,12 @@
 namespace jaxconv {
 namespace {
 
-// CTAs of one sum: two to an SM of an H200. Several segments have four times as many, so that
-// the last wave is a small part of them.
+// CTAs of one sum: two for each SM of an H200. Several segments have four times as many, so that
+// the last wave is a small part of the total.
 constexpr int64_t kCtas = 264, kCtasOfSegments = 4 * kCtas;
 // The fewest rows that each thread adds.
 constexpr int64_t kLeastRows = 8;
-// Of a grid along y, and along x.
+// The largest grid extents along y and x.
 constexpr int64_t kMaxParts = 65535, kMaxSlices = (int64_t{1} << 31) - 1;
 
 }  // namespace
@@ -50,8 +50,8 @@ Status CheckCut(int64_t segments, int64_t rows, int64_t channels, int64_t parts)
 namespace normalisation {
 namespace {
 
-// What a key's form is, by pass, and its cost for an element: arrays that are read or written, bits
-// beside them, instructions (counted in the machine code of sm_90a).
+// The form of a key, by pass, and its cost for an element: arrays read or written, bits,
+// instructions (counted in the SASS of sm_90a).
 struct Form {
   PassForm form = {};
   int64_t arrays = 0;
@@ -134,7 +134,7 @@ Status PlanOf(const PassKey& key, const Gpu& gpu, PassPlan* plan) {
     plan->block_rows = form.form[0] * threads.steps;
     cost.ctas = plan->parts * segments * threads.slices;
   }
-  // No more CTAs than there are rows of threads.
+  // At most as many CTAs as rows of threads.
   const int64_t blocks = (rows + threads.steps - 1) / threads.steps;
   cost.ctas = std::min(cost.ctas, blocks * segments * threads.slices);
   plan->microseconds = PassMicroseconds(cost, gpu);

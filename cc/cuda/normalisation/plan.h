@@ -1,5 +1,5 @@
-// How passes over (segments, rows, channels) are cut. The cut of a sum follows from the shape alone,
-// so that its bits are the same on every device.
+// The division of passes over (segments, rows, channels). The division of a sum depends only on the
+// shape, so that its bits are the same on every device.
 #ifndef JAXCONV_CUDA_NORMALISATION_PLAN_H_
 #define JAXCONV_CUDA_NORMALISATION_PLAN_H_
 
@@ -12,8 +12,8 @@
 
 namespace jaxconv {
 
-// What tells a sum's mask: the activation's result, its operand, which is computed, or bits.
-// kDerivative computes the operand and multiplies by the activation's derivative; kNone is no mask.
+// The source of a sum's mask: the activation's result, its computed operand, or bits. kDerivative
+// computes the operand and multiplies by the activation's derivative; kNone has no mask.
 struct MaskBy {
   enum Kind : int { kResult, kAffine, kBits, kDerivative, kNone };
 };
@@ -22,15 +22,15 @@ inline constexpr int kPassThreads = 256;     // of a CTA
 inline constexpr int kChannelsOfThread = 8;  // 16 bytes of 16-bit elements
 inline constexpr int kMaxLanes = 32;         // threads of a CTA along the channels
 
-// The rows of a thread that are loaded at a time, of so many bytes each: 64 to 192 bytes are in
-// flight, in up to 48 registers of 128.
+// The rows of kBytes bytes that a thread loads at a time: 64 to 192 bytes are in flight, in up to
+// 48 of 128 registers.
 template <int kBytes>
 inline constexpr int kRowsInFlight = kBytes <= 16   ? 8
                                      : kBytes <= 48 ? 4
                                      : kBytes <= 96 ? 2
                                                     : 1;
 
-// Which threads of a CTA have which channels and rows.
+// The assignment of channels and rows to the threads of a CTA.
 struct ChannelThreads {
   explicit ChannelThreads(int64_t channels);
 
@@ -38,22 +38,22 @@ struct ChannelThreads {
   int64_t slices;    // of `lanes` vectors of channels
 };
 
-// Into how many parts, a CTA each, the rows of a segment are cut for a sum.
+// The number of parts, one CTA each, into which a sum divides the rows of a segment.
 int64_t PartsOfRows(int64_t segments, int64_t rows, int64_t channels);
 
-// Unimplemented: what no kernel of this folder takes.
+// Unimplemented if no kernel of this folder accepts the arguments.
 Status CheckCut(int64_t segments, int64_t rows, int64_t channels, int64_t parts);
 
 namespace normalisation {
 
 const std::vector<PassKernel>& Kernels();
 
-// Rows of a thread that `moments` loads at a time; 0 of a type that it does not take.
+// Rows that a thread of `moments` loads at a time; 0 for a type that it does not accept.
 int RowsOfMoments(DType dtype);
 
 // Plans masked_sums, moments and normalise_add on r rows in each of s segments and c channels, with
-// the words g and y for the numbers of gradients and of arrays, "result", "affine" or "bits",
-// "activation:" and a name in front of a derivative's, "stores", "bounded".
+// the words: g and y, the numbers of gradients and arrays; "result", "affine" or "bits";
+// "activation:" and the name of a derivative's activation; "stores"; "bounded".
 Status PlanOf(const PassKey& key, const Gpu& gpu, PassPlan* plan);
 
 }  // namespace normalisation

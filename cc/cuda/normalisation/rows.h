@@ -1,4 +1,4 @@
-// The types of the arrays that passes over rows of channels take together.
+// Shape checks of the arrays of a pass over rows of channels.
 #ifndef JAXCONV_CUDA_NORMALISATION_ROWS_H_
 #define JAXCONV_CUDA_NORMALISATION_ROWS_H_
 
@@ -14,8 +14,8 @@ struct RowsOfChannels {
   int64_t segments = 1, rows = 0, channels = 0;  // rows of a segment
   ArrayType whole, bits, vector;  // bits: one for each element, eight channels in a byte
 
-  // By an array with its channels on the last axis, whose leading axis is cut into segments. False
-  // unless it has elements, along two to seven axes, and equal segments.
+  // Sets the types from an array with channels on the last axis, whose leading axis is divided into
+  // segments. Returns false unless the array has elements, two to seven axes, and equal segments.
   template <class Shape>
   bool Set(DType dtype, const Shape& shape, int64_t equal_segments) {
     const size_t rank = shape.size();
@@ -34,15 +34,15 @@ struct RowsOfChannels {
     return true;
   }
 
-  // Numbers of the channels: a vector of all segments or, where `shape` has two axes, one for each.
+  // A vector over the channels for all segments or, if `shape` has two axes, one for each segment.
   template <class Shape>
   ArrayType NumbersOf(const Shape& shape) const {
     if (shape.size() != 2) return vector;
     return {DType::kF32, Extents::Of({segments, channels})};
   }
 
-  // Numbers of several kinds that are formed in parts of every segment, with so many parts as
-  // `shape` has: (parts, kinds, channels), with the segments in front where there are several.
+  // Results of several kinds in parts of every segment: (parts, kinds, channels), with a leading
+  // segment axis if there are several segments; `shape` gives the number of parts.
   template <class Shape>
   ArrayType PartsOf(const Shape& shape, int64_t kinds, int64_t* parts) const {
     const bool several = segments > 1;

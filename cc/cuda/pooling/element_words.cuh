@@ -1,5 +1,5 @@
-// What a thread of the pooling kernels has: the elements of its channels in words, two of 16 bits or
-// one of float32, and numbers of its channels.
+// The data of a thread of the pooling kernels: the elements of its channels as words (two of 16
+// bits or one float32), and per-channel numbers.
 #ifndef JAXCONV_CUDA_POOLING_ELEMENT_WORDS_CUH_
 #define JAXCONV_CUDA_POOLING_ELEMENT_WORDS_CUH_
 
@@ -32,7 +32,7 @@ __device__ __forceinline__ uint32_t AsWord(const Pair& pair) {
   return word;
 }
 
-// The channels of a thread as they lie in memory, in accesses of 16 bytes.
+// A thread's channels in memory order, accessed as 16 bytes.
 template <typename T>
 struct ElementWords {
   static constexpr int kWords = kPoolVector * sizeof(T) / 4;
@@ -75,7 +75,7 @@ struct ElementWords {
       to[i / 4] = make_uint4(word[i], word[i + 1], word[i + 2], word[i + 3]);
     }
   }
-  // One instruction for an element of bfloat16: its bits are the float's upper half.
+  // One instruction for a bfloat16 element: it is the upper half of a float.
   __device__ __forceinline__ void Unpack(float (&values)[kPoolVector]) const {
 #pragma unroll
     for (int i = 0; i < kWords; ++i) {
@@ -90,7 +90,7 @@ struct ElementWords {
       }
     }
   }
-  // Sums, rounded: what a sum in float32 is rounded to.
+  // Sums, rounded from float32.
   __device__ __forceinline__ ElementWords Plus(const ElementWords& other) const {
     ElementWords sum;
 #pragma unroll
@@ -105,7 +105,7 @@ struct ElementWords {
   }
 };
 
-// A vector's numbers of a thread's channels.
+// Loads a vector's numbers for a thread's channels.
 __device__ __forceinline__ void LoadNumbers(const float* from, float (&values)[kPoolVector]) {
 #pragma unroll
   for (int i = 0; i < kPoolVector; i += 4) {

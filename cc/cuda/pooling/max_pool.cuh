@@ -1,21 +1,21 @@
-// The maxima of windows, and their places (max_pool.h).
+// The maxima of windows and their positions (max_pool.h).
 //
-// A thread has 8 channels of one column of windows: it walks along the outer axis from window to
-// window. A row of a window is what it has at one place along the outer axis; its maximum is formed
-// over the middle and the inner axis. Windows that overlap by kKept rows share these rows' maxima,
-// so that an element is read and normalised once a column: 3x3 with stride 2 takes 6 elements for a
-// window in place of 9, of the 4 that there are.
+// A thread has 8 channels of one column of windows and advances along the outer axis from window to
+// window. A row of a window is the part at one outer coordinate; its maximum is formed over the
+// middle and inner axes. Windows that overlap by kKept rows share the maxima of these rows, so each
+// column reads and normalises an element once: 3x3 with stride 2 reads 6 elements for a window
+// instead of 9 (4 would be the minimum).
 //
-// Threads are numbered by vector of channels, inner, middle, part of the walk, example: a warp's
-// loads are whole lines, and lines that neighbours read too are in the first-level cache. While a
-// batch of up to kColumns elements of a row is pooled, the next one is loaded in its place, the next
-// row's or window's too.
+// The digits of a thread's number are, fastest first: vector of channels, inner, middle, part of
+// the column, example. A warp's loads are whole lines, and L1 serves the lines that neighbours
+// share. While a batch of up to kColumns elements of a row is pooled, the next batch is loaded,
+// across rows and windows.
 //
-// All is computed in words, pairs of 16-bit elements or one of float32, but for the normalisation: a
-// comparison gives as many bits of ones for each element, by which the operand and (bytes of them)
-// the place are selected. Where batch norm is in front, the maximum is compared, since a window with
-// NaN has no place, and rectified at the end, since elements of 0 and below have none. Elsewhere
-// `taken` is compared, and the maximum, NaN from then on, is beside it.
+// Everything but the normalisation is computed on words, pairs of 16-bit elements or one float32. A
+// comparison gives a mask of ones for each element, which selects the operand and (its bytes) the
+// position. After batch norm, the maximum is compared, because a window with NaN has no position,
+// and rectified at the end, because elements <= 0 have none. Otherwise `taken` is compared, and the
+// maximum, which stays NaN after a NaN, is kept separately.
 #ifndef JAXCONV_CUDA_POOLING_MAX_POOL_CUH_
 #define JAXCONV_CUDA_POOLING_MAX_POOL_CUH_
 
@@ -53,7 +53,7 @@ struct Params {
   void* operands;
 };
 
-// All ones for each element of which it is so, which it is of no NaN.
+// All ones for each element for which the comparison holds; it holds for no NaN.
 template <typename T>
 __device__ __forceinline__ uint32_t GreaterOrEqual(uint32_t a, uint32_t b) {
   if constexpr (sizeof(T) == 4) {
@@ -70,7 +70,7 @@ __device__ __forceinline__ uint32_t Positive(uint32_t a) {
     return __hgt2_mask(AsPair<T>(a), AsPair<T>(0));
   }
 }
-// NaN where one is.
+// NaN if one operand is NaN.
 template <typename T>
 __device__ __forceinline__ uint32_t Larger(uint32_t a, uint32_t b) {
   if constexpr (sizeof(T) == 4) {
@@ -82,7 +82,7 @@ __device__ __forceinline__ uint32_t Larger(uint32_t a, uint32_t b) {
 __device__ __forceinline__ uint32_t Select(uint32_t mask, uint32_t a, uint32_t b) {
   return (mask & a) | (~mask & b);
 }
-// A byte for each of four elements, of their masks.
+// One byte of the mask for each of four elements.
 __device__ __forceinline__ uint32_t BytesOf(const uint32_t (&masks)[4], int quad) {
   return __byte_perm(masks[2 * quad], masks[2 * quad + 1], 0x6420);
 }
@@ -99,13 +99,13 @@ __device__ __forceinline__ constexpr uint32_t Lowest() {
   return std::is_same_v<T, __half> ? 0xfc00fc00u : 0xff80ff80u;
 }
 
-// What is found in some elements of a window, in their order.
+// The result over some elements of a window, in order.
 template <typename T, bool kAffine, bool kPlaces>
 struct Found {
   using Words = ElementWords<T>;
   static constexpr int kWords = Words::kWords;
   Words largest;
-  Words taken;  // the operand at the place
+  Words taken;  // the operand at the position
   uint32_t place[kQuads];
 
   static __device__ __forceinline__ Found Nothing() {
@@ -115,7 +115,7 @@ struct Found {
     for (int i = 0; i < kQuads; ++i) found.place[i] = 0;
     return found;
   }
-  // An element behind them; z is the operand, or computed from it.
+  // Adds the next element; z is the operand, or computed from it.
   __device__ __forceinline__ void Take(const Words& z, const Words& operand, uint32_t number) {
     if constexpr (kPlaces) {
       uint32_t keeps[kWords];
@@ -132,8 +132,8 @@ struct Found {
 #pragma unroll
     for (int i = 0; i < kWords; ++i) largest.word[i] = Larger<T>(largest.word[i], z.word[i]);
   }
-  // The elements of a row behind them, whose places are by `number` higher in the window. Of a row
-  // with NaN an element is taken, whatever is in front.
+  // Adds the elements of a following row, whose positions in the window are higher by `number`. If
+  // the row has a NaN, its element is taken in any case.
   __device__ __forceinline__ void Append(const Found& row, uint32_t number) {
     if constexpr (kPlaces) {
       uint32_t keeps[kWords];
@@ -149,7 +149,7 @@ struct Found {
       }
 #pragma unroll
       for (int i = 0; i < kQuads; ++i) {
-        // No carry from byte to byte: places are below 255.
+        // No carry between bytes, because positions are below 255.
         place[i] = Select(BytesOf(keeps, i), place[i], row.place[i] + number);
       }
     }
@@ -157,7 +157,7 @@ struct Found {
     for (int i = 0; i < kWords; ++i)
       largest.word[i] = Larger<T>(largest.word[i], row.largest.word[i]);
   }
-  // max(, lowest), and nothing taken where it is not above 0.
+  // max(maximum, lowest); nothing is taken where it is not above 0.
   __device__ __forceinline__ void Rectify(uint32_t lowest) {
     uint32_t above[kWords];
 #pragma unroll
@@ -187,7 +187,7 @@ __device__ __forceinline__ ElementWords<T> Normalised(const ElementWords<T>& x, 
   return ElementWords<T>::Rounded(values);
 }
 
-// What a batch of columns ends.
+// Whether a batch of columns ends a row or a window.
 enum class Ends { kNothing, kRow, kWindow };
 
 template <typename T, bool kAffineArg, bool kPlacesArg, int kKeptArg, bool kOneBatchArg>
@@ -197,8 +197,8 @@ struct PoolForm {
   static constexpr int kKept = kKeptArg;
 };
 
-// kKept: rows that a window shares with the next one, where there are so many; or 0. kOneBatch: a
-// row is one batch, as in windows of two axes that are up to kColumns wide.
+// kKept: rows that a window shares with the next one, or 0. kOneBatch: a row is one batch, as in
+// windows of two axes up to kColumns wide.
 template <class Tag, bool kSm90>
 __global__ void __launch_bounds__(kPoolThreads, kPoolCtas<sizeof(typename Tag::Element), kSm90> -
                                                     (kSm90 && sizeof(typename Tag::Element) == 2
@@ -225,7 +225,7 @@ __global__ void __launch_bounds__(kPoolThreads, kPoolCtas<sizeof(typename Tag::E
       channel;
   const int32_t first_middle = middle_window * p.stride[1] - p.low[1];
   const int32_t first_column = inner * p.stride[2] - p.low[2];
-  // Whether the window along these axes has elements, and the bits of a batch's columns that have.
+  // Whether the window has elements along these axes, and the mask of a batch's columns that exist.
   const bool has_elements = first_middle + p.size[1] > 0 && first_middle < p.in[1] &&
                             first_column + p.size[2] > 0 && first_column < p.in[2];
   auto columns_of = [&](int32_t column) {
@@ -243,9 +243,9 @@ __global__ void __launch_bounds__(kPoolThreads, kPoolCtas<sizeof(typename Tag::E
     LoadNumbers(p.offset + channel, by.offset);
   }
 
-  // The batch that is loaded next: `line` is its row's first column.
+  // The next batch to load; `line`: its row's first column.
   int32_t windows = min(p.walk, p.out[0] - first_window), row = 0, middle = 0, column = 0;
-  int32_t top = first_window * p.stride[0] - p.low[0];  // of the window that is being pooled
+  int32_t top = first_window * p.stride[0] - p.low[0];  // of the window being pooled
   int32_t h = top;
   uint32_t columns = columns_of(0);
   const int64_t line_elements = int64_t{p.in[2]} * p.channels;
@@ -311,7 +311,7 @@ __global__ void __launch_bounds__(kPoolThreads, kPoolCtas<sizeof(typename Tag::E
         for (int j = 0; j < kColumns; ++j) {
           const Words operand = raw[j];
           if constexpr (kAffine) {
-            // What lies in the padding is below all elements, NaN has no place.
+            // The padding is below all elements; NaN has no position.
             if ((bits >> j & 1) != 0) found.Take(Normalised<T>(operand, by), operand, number);
           } else {
             if (j < left) found.Take(operand, operand, number);
@@ -329,7 +329,7 @@ __global__ void __launch_bounds__(kPoolThreads, kPoolCtas<sizeof(typename Tag::E
     } while (ends != Ends::kWindow);
 
     if constexpr (kAffine) {
-      // The activation, of windows that are not padding alone.
+      // The activation, for windows that are not entirely padding.
       const bool rectified = has_elements && top + p.size[0] > 0 && top < p.in[0];
       window.Rectify(rectified ? 0 : Lowest<T>());
     }

@@ -13,13 +13,13 @@
 namespace jaxconv {
 namespace {
 
-// With what is behind the last window of a group of four.
+// Rounded up to groups of four windows.
 constexpr int kMaxBefore = kMaxPoolWindow + 3;
 
-// One of the windows that the elements of a stride may lie in.
+// A window that may contain the elements of a stride.
 struct Before {
-  uint8_t strides[kPoolAxes];  // from its begin to theirs
-  uint32_t number;             // of that position in it, in every byte
+  uint8_t strides[kPoolAxes];  // strides from its start to theirs
+  uint32_t number;             // number of that position in the window, in every byte
 };
 
 struct Params {
@@ -27,12 +27,12 @@ struct Params {
   int32_t weight[kPoolAxes];
   int32_t windows, channels;
   Before before[kMaxBefore];
-  // Bits of all windows, and of those that are the farthest before along an axis: they end before
-  // the elements whose place along it is not below `reach`.
+  // Masks of all windows, and of those that start farthest before along an axis: these do not reach
+  // elements whose coordinate within the stride is at least `reach`.
   uint64_t all, farthest[kPoolAxes];
   int32_t reach[kPoolAxes];
   int64_t threads;
-  FastDivmod vectors, grid[kPoolAxes];  // strides on the padded array
+  FastDivmod vectors, grid[kPoolAxes];  // strides of the padded array
   const void* dy;
   const void* dy2;
   const uint8_t* places;
@@ -41,11 +41,12 @@ struct Params {
   void* dx;
 };
 
-// A thread has 8 channels of one stride along each axis, elements that lie in the same windows: the
-// one that begins with the stride, and those that begin before it. It holds the places and gradients
-// of kHeld of them; all, or it reads them in groups for each element. A warp's loads and stores are
-// whole lines, or shared with the next warp. Loops are the same in all threads: a window that does
-// not exist is read as another one without places, and what lies in the padding is not stored.
+// A thread has 8 channels of one stride along each axis. Its elements lie in the same windows: the
+// one that begins with the stride, and windows that begin before it. It holds the positions and
+// gradients of kHeld windows: all of them, or a group at a time for each element. A warp's loads
+// and stores are whole lines, or lines shared with the next warp. Loops are uniform: a window that
+// does not exist reads another window without positions, and elements in the padding are not
+// stored.
 template <typename T, int kHeldArg, bool kAllArg, bool kTwoArg, bool kAffineArg>
 struct GatherForm {
   using Element = T;
@@ -100,7 +101,7 @@ __global__ void __launch_bounds__(kPoolThreads, Tag::kCtas)
       gradients[k].Unpack(dy[k]);
     }
   };
-  // Adds where the place is the element's.
+  // Adds the gradient where the position is the element's.
   auto add = [&](int k, uint32_t number, float (&sum)[kPoolVector]) {
     const uint32_t low = places[k].x ^ number, high = places[k].y ^ number;
 #pragma unroll

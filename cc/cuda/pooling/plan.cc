@@ -6,7 +6,7 @@
 namespace jaxconv {
 
 Status CheckPoolWindows(const PoolWindows& w, bool places) {
-  // Coordinates, and the numbers of vectors that threads are decoded from, have 31 bits.
+  // Coordinates, and the vector indices from which threads are decoded, have 31 bits.
   constexpr int64_t kMost = int64_t{1} << 30;
   if (w.channels < kPoolVector || w.channels % kPoolVector != 0 || w.channels >= kMost) {
     return Status::Unimplemented("expected a multiple of 8 channels, got " +
@@ -15,7 +15,7 @@ Status CheckPoolWindows(const PoolWindows& w, bool places) {
   if (w.size[0] * w.size[1] * w.size[2] > kMaxPoolWindow) {
     return Status::Unimplemented("expected at most 49 elements in a window");
   }
-  // Windows, and strides on the padded array, of 8 channels.
+  // Windows, and strides of the padded array, times vectors of 8 channels.
   int64_t windows = w.batch * (w.channels / kPoolVector), strides = windows;
   for (int i = 0; i < kPoolAxes; ++i) {
     const bool legal = w.in[i] >= 1 && w.out[i] >= 1 && w.size[i] >= 1 && w.stride[i] >= 1 &&
@@ -38,18 +38,19 @@ Status CheckPoolWindows(const PoolWindows& w, bool places) {
 namespace pooling {
 namespace {
 
-// The longest walk: of 3x3 with stride 2 it reads 17 rows for 8 windows.
+// The most windows of a thread: for 3x3 with stride 2 it reads 17 rows for 8 windows.
 constexpr int64_t kMaxWalk = 8;
-// Walks are shorter where that leaves fewer threads than four times what an SM holds.
+// Threads have fewer windows if the GPU would otherwise have less than four times its resident
+// threads.
 constexpr int64_t kThreadsOfSm = 4 * kPoolCtas<2, true> * kPoolThreads;
 
-// The gradient's threads hold the places and gradients of so many windows at most, of 3x3 with stride
-// 1; of more they hold groups.
+// The window counts whose positions and gradients a thread of the gradient holds; at most 9, for
+// 3x3 with stride 1. More windows are held in groups.
 constexpr int kHeld[] = {1, 2, 4, 9};
 constexpr int kGroup = 4;
 
-// Instructions of a thread for an element, so that ResNet-50's layer takes what was measured on an
-// H200 (docs/notes/fuse.md): 262 us, and its gradient 442 us.
+// A thread's instructions for an element, fitted to ResNet-50's layer on an H200
+// (docs/notes/fuse.md): 262 us, gradient 442 us.
 constexpr double kTake = 4, kNormalise = 12, kPlace = 12;
 constexpr double kGather = 20, kWindow = 10, kAdd = 4, kScale = 6;
 
@@ -96,7 +97,7 @@ int64_t WalkOf(const PoolWindows& w, int64_t sm_count) {
 }
 
 PassForm FormOfPool(const PoolWindows& w, DType dtype, bool affine, bool places, int64_t walk) {
-  // Along a walk of one window nothing is kept.
+  // A thread with one window keeps nothing.
   const int64_t shared = std::min(walk, w.out[0]) > 1 ? w.size[0] - w.stride[0] : 0;
   const bool row = w.size[1] == 1 && w.size[2] <= kPoolColumns;
   PassForm form = {affine, places, shared == 1 || shared == 2 ? static_cast<int>(shared) : 0, row};

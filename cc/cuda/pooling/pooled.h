@@ -1,4 +1,4 @@
-// The types of the arrays that pooling and its gradient take together.
+// Shape checks of the arrays of pooling and its gradient.
 #ifndef JAXCONV_CUDA_POOLING_POOLED_H_
 #define JAXCONV_CUDA_POOLING_POOLED_H_
 
@@ -13,8 +13,8 @@ struct Pooled {
   PoolWindows windows;
   ArrayType whole, of_windows, places, vector;
 
-  // By an array (batch, one to three spatial axes, channels), one of its windows with as many axes,
-  // and the attributes of every spatial axis.
+  // Sets the types from an array (batch, one to three spatial axes, channels), an array of its
+  // windows with as many axes, and the attributes of every spatial axis.
   template <class Axes>
   void Set(DType dtype, const Extents& x, const Extents& y, const Axes& sizes, const Axes& strides,
            const Axes& padding) {

@@ -1,5 +1,5 @@
-// How the windows of pooling lie on an array, (batch, outer, middle, inner, channels), contiguous.
-// Arrays of fewer spatial axes have 1 for the middle axis, and of one axis for the inner one.
+// The windows of pooling on a contiguous array (batch, outer, middle, inner, channels). Arrays with
+// two spatial axes have extent 1 along the middle axis; with one, also along the inner axis.
 #ifndef JAXCONV_CUDA_POOLING_WINDOWS_H_
 #define JAXCONV_CUDA_POOLING_WINDOWS_H_
 
@@ -10,13 +10,13 @@ namespace jaxconv {
 
 inline constexpr int kPoolAxes = 3;
 
-// Channels of a thread: 16 bytes of 16-bit elements, 32 of float32.
+// Channels of a thread: 16 bytes of 16-bit elements, 32 bytes of float32.
 inline constexpr int kPoolVector = 8;
 
 // The most elements of a window, 7x7.
 inline constexpr int64_t kMaxPoolWindow = 49;
 
-// In place of a place: none.
+// The value for "no position".
 inline constexpr int kNoPlace = 255;
 
 struct PoolWindows {
@@ -25,9 +25,10 @@ struct PoolWindows {
   int64_t out[kPoolAxes] = {1, 1, 1};     // windows
   int64_t size[kPoolAxes] = {1, 1, 1};    // elements of a window
   int64_t stride[kPoolAxes] = {1, 1, 1};  // from window to window
-  int64_t low[kPoolAxes] = {0, 0, 0};     // elements of padding in front
+  int64_t low[kPoolAxes] = {0, 0, 0};     // elements of padding before the first
 
-  // Of one of an array's spatial axes: of two the outer and the inner one, of one the outer one.
+  // Sets one of an array's spatial axes. With two axes these are the outer and the inner one, with
+  // one the outer one.
   void SetAxis(size_t axis, size_t axes, int64_t elements, int64_t of_window, int64_t windows,
                int64_t step, int64_t padding) {
     const size_t at = axis == 1 && axes == 2 ? 2 : axis;
@@ -35,11 +36,11 @@ struct PoolWindows {
     stride[at] = step, low[at] = padding;
   }
 
-  // The most windows that an element lies in.
+  // The most windows that contain an element.
   int64_t overlaps(int axis) const { return (size[axis] + stride[axis] - 1) / stride[axis]; }
 
-  // The product of a position in a window with the weights is the number of the place, in windows
-  // extended to whole strides: a position is then stride * j + a, with all a and j.
+  // The number of a position in a window is its dot product with the weights. For this, windows are
+  // extended to whole strides: a position is stride * j + a for all a and j.
   int64_t weight(int axis) const {
     int64_t weight = 1;
     for (int i = axis + 1; i < kPoolAxes; ++i) weight *= overlaps(i) * stride[i];

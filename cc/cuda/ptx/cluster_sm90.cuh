@@ -1,5 +1,4 @@
-// Thread-block clusters: ranks, the barrier of all threads, and the shared memory of the others
-// (sm_90).
+// Thread-block clusters: ranks, the cluster barrier, and the other CTAs' shared memory (sm_90).
 #ifndef JAXCONV_CUDA_PTX_CLUSTER_SM90_CUH_
 #define JAXCONV_CUDA_PTX_CLUSTER_SM90_CUH_
 
@@ -9,7 +8,7 @@
 
 namespace jaxconv {
 
-// Of a grid in one dimension.
+// In a one-dimensional grid.
 __device__ __forceinline__ int32_t ClusterId() {
   int32_t id;
   asm("mov.u32 %0, %%clusterid.x;" : "=r"(id));
@@ -21,12 +20,12 @@ __device__ __forceinline__ int32_t ClusterRank() {
   return rank;
 }
 
-// What a thread wrote before it arrives, in its own shared memory or another's, everyone sees who
-// has waited. That takes a fence which waits for stores to global memory, too.
+// A thread's writes before its arrival, to its own or another CTA's shared memory, are visible to
+// all threads that have waited. The required fence also waits for stores to global memory.
 __device__ __forceinline__ void ClusterArrive() {
   asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
 }
-// Without the fence: says only that the thread has come this far.
+// Arrives without the fence: signals only that the thread has reached this point.
 __device__ __forceinline__ void ClusterArriveRelaxed() {
   asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 }
@@ -34,7 +33,7 @@ __device__ __forceinline__ void ClusterWait() {
   asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
-// The place in the shared memory of `rank` that is `address` in this CTA's.
+// The address in the shared memory of `rank` that corresponds to `address` in this CTA's.
 __device__ __forceinline__ uint32_t AddressInCluster(uint32_t address, int32_t rank) {
   uint32_t mapped;
   asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(mapped) : "r"(address), "r"(rank));

@@ -1,4 +1,4 @@
-// cp.async: global memory -> shared memory without passing through registers (sm_80).
+// cp.async: copies global to shared memory without registers (sm_80).
 #ifndef JAXCONV_CUDA_PTX_CP_ASYNC_CUH_
 #define JAXCONV_CUDA_PTX_CP_ASYNC_CUH_
 
@@ -8,11 +8,11 @@
 
 namespace jaxconv {
 
-// Copies kBytes (16, 8 or 4); where `valid` is false it writes zeros and reads nothing, whatever
-// `source` is. 16 bytes go past the L1 cache (.cg) unless kThroughL1; narrower copies exist only
-// through it (.ca), which also merges the neighbours of a sector.
-// No memory clobber, here and in the loads of mma.cuh: what orders them is CopyAsyncWait and the
-// barriers, and between those the compiler should move other instructions past them.
+// Copies kBytes (16, 8 or 4). If `valid` is false it writes zeros and does not read `source`, which
+// may be invalid. 16-byte copies bypass L1 (.cg) unless kThroughL1; narrower copies always go
+// through it (.ca), which also merges accesses to one sector. There is no memory clobber here or in
+// the loads of mma.cuh: CopyAsyncWait and the barriers order them, and between these the compiler
+// should be free to move other instructions.
 template <int kBytes, bool kThroughL1 = (kBytes < 16)>
 __device__ __forceinline__ void CopyAsync(uint32_t shared, const void* source, bool valid) {
   if constexpr (!kThroughL1) {
@@ -30,7 +30,7 @@ __device__ __forceinline__ void CopyAsync(uint32_t shared, const void* source, b
   }
 }
 
-// source + count * bytes in one instruction: the compiler spends five on the same 64-bit product.
+// source + count * bytes in one instruction; the compiler uses five for the same 64-bit product.
 template <typename T>
 __device__ __forceinline__ const T* OffsetBytes(const T* source, int32_t count, int32_t bytes) {
   uint64_t address;
@@ -40,7 +40,7 @@ __device__ __forceinline__ const T* OffsetBytes(const T* source, int32_t count, 
   return reinterpret_cast<const T*>(address);
 }
 
-// The line of `source` to L2; nothing waits for it.
+// Prefetches the line of `source` to L2.
 __device__ __forceinline__ void PrefetchToL2(const void* source) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(source));
 }
@@ -49,7 +49,7 @@ __device__ __forceinline__ void CopyAsyncCommit() {
   asm volatile("cp.async.commit_group;" ::: "memory");
 }
 
-// Waits until at most kPending of this thread's committed groups are still under way.
+// Waits until at most kPending of this thread's committed groups are in flight.
 template <int kPending>
 __device__ __forceinline__ void CopyAsyncWait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");

@@ -7,8 +7,8 @@
 
 namespace jaxconv {
 
-// Waits until the kernels that this one depends on have ended and their writes are visible to the
-// whole grid. Returns at once where there are none.
+// Waits until the kernels on which this one depends have ended and their writes are visible to the
+// whole grid. Returns at once if there are none.
 __device__ __forceinline__ void WaitForPrecedingGrids() {
   asm volatile("griddepcontrol.wait;" ::: "memory");
 }

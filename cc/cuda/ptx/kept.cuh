@@ -1,4 +1,4 @@
-// A move that the compiler does not see through.
+// A move that is opaque to the compiler.
 #ifndef JAXCONV_CUDA_PTX_KEPT_CUH_
 #define JAXCONV_CUDA_PTX_KEPT_CUH_
 
@@ -8,8 +8,8 @@
 
 namespace jaxconv {
 
-// The value, which stays in a register: in loops the compiler may compute it again from what it was
-// computed from, by more instructions than the loop has besides.
+// Returns the value and keeps it in a register. Otherwise the compiler may recompute it within a
+// loop, by more instructions than the rest of the loop has.
 __device__ __forceinline__ int32_t Kept(int32_t value) {
   int32_t kept;
   asm volatile("mov.b32 %0, %1;" : "=r"(kept) : "r"(value));

@@ -1,4 +1,4 @@
-// The thread's place in its warp.
+// The thread's index in its warp.
 #ifndef JAXCONV_CUDA_PTX_LANE_CUH_
 #define JAXCONV_CUDA_PTX_LANE_CUH_
 
@@ -6,8 +6,8 @@
 
 namespace jaxconv {
 
-// threadIdx.x % 32, but read every time, so that the compiler moves nothing that depends on it out
-// of a loop: it would keep the epilogue's addresses in registers throughout the mainloop.
+// threadIdx.x % 32, read again at every call, so that the compiler hoists nothing that depends on
+// it: otherwise it keeps the epilogue's addresses in registers throughout the mainloop.
 __device__ __forceinline__ int Lane() {
   int lane;
   asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));

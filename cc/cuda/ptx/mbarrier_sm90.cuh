@@ -1,8 +1,7 @@
 // mbarrier, named-barrier and register-budget instructions (sm_90a).
 //
-// An mbarrier completes a phase when its arrivals and the bytes announced to it are all in. A
-// waiter names the parity of the phase it waits for; a fresh barrier counts phase -1 (parity 1) as
-// complete.
+// An mbarrier completes a phase when all its arrivals and announced bytes have arrived. A wait
+// names the parity of its phase; on a new barrier, phase -1 (parity 1) counts as complete.
 #ifndef JAXCONV_CUDA_PTX_MBARRIER_SM90_CUH_
 #define JAXCONV_CUDA_PTX_MBARRIER_SM90_CUH_
 
@@ -26,9 +25,9 @@ __device__ __forceinline__ void BarrierArriveExpect(uint32_t barrier, uint32_t b
 __device__ __forceinline__ void BarrierArrive(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
-// At a barrier in the shared memory of any CTA of the cluster (AddressInCluster). Release and
-// acquire at the scope of the cluster took a fifth of the rate of a mainloop; the waiter's copies
-// into this CTA's memory need neither.
+// Arrives at a barrier in the shared memory of any CTA of the cluster (AddressInCluster), without
+// release and acquire at cluster scope, which would cost a fifth of a mainloop's throughput: the
+// waiter's copies to this CTA's memory need neither.
 __device__ __forceinline__ void BarrierArriveInCluster(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
@@ -40,7 +39,7 @@ __device__ __forceinline__ void BarrierWait(uint32_t barrier, uint32_t parity) {
       "r"(parity)
       : "memory");
 }
-// Whether the phase is complete, without waiting for it.
+// Whether the phase is complete; does not wait.
 __device__ __forceinline__ bool BarrierTest(uint32_t barrier, uint32_t parity) {
   uint32_t done;
   asm volatile(
@@ -52,8 +51,8 @@ __device__ __forceinline__ bool BarrierTest(uint32_t barrier, uint32_t parity) {
   return done;
 }
 
-// True in one thread of a warp whose threads are all here. Where the compiler does not know that
-// only one issues a copy, it loops over the threads that might.
+// True in one thread of a converged warp. If the compiler does not know that only one thread issues
+// a copy, it loops over all threads that might.
 __device__ __forceinline__ bool ElectOne() {
   uint32_t elected;
   asm volatile(
@@ -62,7 +61,7 @@ __device__ __forceinline__ bool ElectOne() {
   return elected;
 }
 
-// Named barriers, 1 to 15: `threads` take part, some of them only by arriving.
+// Named barriers, 1 to 15: `threads` threads take part, some by arriving only.
 __device__ __forceinline__ void NamedBarrierSync(int barrier, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
@@ -70,7 +69,7 @@ __device__ __forceinline__ void NamedBarrierArrive(int barrier, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 
-// Registers of each thread of the warpgroup from here on; multiples of 8.
+// Sets the registers of each thread of the warpgroup from here on; a multiple of 8.
 template <int kRegisters>
 __device__ __forceinline__ void RaiseRegisters() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));

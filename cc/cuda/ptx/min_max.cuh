@@ -1,4 +1,4 @@
-// Minimum and maximum that keep NaN, as fminf and fmaxf do not.
+// Minimum and maximum that propagate NaN, unlike fminf and fmaxf.
 #ifndef JAXCONV_CUDA_PTX_MIN_MAX_CUH_
 #define JAXCONV_CUDA_PTX_MIN_MAX_CUH_
 

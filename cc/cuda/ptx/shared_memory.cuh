@@ -1,6 +1,6 @@
-// Shared memory by 32-bit address. An address that has passed through an instruction of ours is a
-// value the compiler keeps: left to itself it recomputes addresses from threadIdx at every use,
-// which costs a hot loop dozens of instructions.
+// Shared memory by 32-bit address. The compiler keeps an address that is the result of inline
+// assembly; otherwise it recomputes addresses from threadIdx at every use, which costs a hot loop
+// dozens of instructions.
 #ifndef JAXCONV_CUDA_PTX_SHARED_MEMORY_CUH_
 #define JAXCONV_CUDA_PTX_SHARED_MEMORY_CUH_
 
@@ -18,8 +18,9 @@ __device__ __forceinline__ uint32_t SharedAddress(const void* pointer) {
   return address;
 }
 
-// The same value, of which the compiler does not know it: what is computed from it is computed
-// where it is used, not in front of the loop around, where it would take registers all the time.
+// Returns the value as one unknown to the compiler. Expressions that depend on it are then computed
+// at their use, not hoisted out of the enclosing loop, where they would occupy registers
+// throughout.
 __device__ __forceinline__ int ComputedHere(int value) {
   int same;
   asm volatile("mov.u32 %0, %1;" : "=r"(same) : "r"(value));

@@ -1,12 +1,13 @@
-// cp.async.bulk.tensor: boxes of a tensor -> shared memory, and back (sm_90). One thread issues;
-// the bytes of a load arrive at an mbarrier. Coordinates and offsets run innermost first.
+// cp.async.bulk.tensor: copies boxes of a tensor to shared memory, and back (sm_90). One thread
+// issues a copy; the bytes of a load arrive at an mbarrier. Coordinates and offsets run innermost
+// first.
 //
-// cp.async.bulk.prefetch.tensor: the same boxes -> L2 and no further. The program sees no read, so
-// other threads may be writing there.
+// cp.async.bulk.prefetch.tensor: prefetches the same boxes to L2. This is not a read in the memory
+// model, so other threads may be writing the data.
 //
-// im2col: the box's pixels start at (w, h, d, n) and advance inside the corners of the map; the
-// offsets, a filter tap, displace each of them. A base w, h or d outside the corners faults; an
-// image past the last gives zeros.
+// im2col: the box's base pixels start at (w, h, d, n) and advance inside the corners of the map;
+// the offsets of a filter tap displace each of them. A base w, h or d outside the corners faults;
+// an image past the last reads zeros.
 #ifndef JAXCONV_CUDA_PTX_TMA_SM90_CUH_
 #define JAXCONV_CUDA_PTX_TMA_SM90_CUH_
 
@@ -79,8 +80,8 @@ __device__ __forceinline__ void CopyTile5d(uint32_t shared, const CUtensorMap* m
       "l"(map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4)
       : "memory");
 }
-// A box -> the shared memory of every CTA of the cluster whose bit is in `ctas`, at the same place in
-// each; the box arrives at the barrier at the same place in each.
+// Multicasts a box to every CTA of the cluster whose bit is set in `ctas`, at the same
+// shared-memory offset, and signals the barrier at the same offset in each.
 __device__ __forceinline__ void CopyTile2dToCluster(uint32_t shared, const CUtensorMap* map,
                                                     uint32_t barrier, int32_t c0, int32_t c1,
                                                     uint16_t ctas) {
@@ -155,9 +156,9 @@ __device__ __forceinline__ void CopyIm2col3d(uint32_t shared, const CUtensorMap*
       "h"(offset_d)
       : "memory");
 }
-// Shared memory -> a box of a tensor; what lies outside the tensor is left out. What ordinary
-// stores wrote is passed on by FenceForCopies() in every thread that wrote, then a barrier. Only
-// the thread that issued stores can wait for them: ElectOne() names the same one every time.
+// Stores shared memory to a box of a tensor, clipped to the tensor. To make ordinary stores visible
+// to it, every writing thread calls FenceForCopies(), and a barrier follows. Only the thread that
+// issued the copies can wait for them: ElectOne() elects the same thread every time.
 __device__ __forceinline__ void FenceForCopies() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
@@ -179,8 +180,8 @@ __device__ __forceinline__ void StoreTile4d(const CUtensorMap* map, uint32_t sha
 __device__ __forceinline__ void CommitStores() {
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
-// Until the shared memory of all stores but the kPending last commits may be overwritten, or given up:
-// the writes themselves end with the grid.
+// Waits until the shared memory of all stores but the last kPending commits may be overwritten or
+// released. The writes themselves complete with the grid.
 template <int kPending = 0>
 __device__ __forceinline__ void WaitForStoresToRead() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");

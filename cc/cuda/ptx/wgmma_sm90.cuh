@@ -1,13 +1,13 @@
-// wgmma: a warpgroup multiplies 64 x 32 bytes by 32 bytes x N out of shared memory (sm_90a): 16 of
-// the reduction in 16-bit types, 8 of float32, of which TF32's 19 bits are read, 32 of bytes.
+// wgmma: a warpgroup multiplies 64 x 32 bytes by 32 bytes x N from shared memory (sm_90a). 32 bytes
+// of the reduction are 16 elements of 16 bits, 8 of float32 (read as TF32's 19 bits) or 32 bytes.
 //
-// Both operands lie in rows of 128 bytes, 64 elements of 16 bits or 32 of 32 bits, as TMA's 128-byte
-// swizzle stores them. Rows of 32-bit elements must run along the reduction (K-major).
-// Bytes, K-major too, may lie in rows of 64 or 32 bytes with the swizzle of that width. Or K-major
-// operands are core matrices: 8 rows by 16 bytes in 128 bytes of their own, without a swizzle.
-// Descriptor: address / 16 in bits 0-13, leading offset / 16 in 16-29, stride offset / 16 in 32-45,
-// layout 1, 2 or 3 (swizzle of 128, 64, 32 bytes) or 0 (core matrices) in 62-63; swizzled buffers
-// start at multiples of eight rows.
+// Both operands lie in rows of 128 bytes, 64 elements of 16 bits or 32 of 32 bits, as TMA's
+// 128-byte swizzle stores them. Rows of 32-bit elements must run along the reduction (K-major).
+// Bytes, K-major too, may lie in rows of 64 or 32 bytes with the swizzle of that width.
+// Alternatively, K-major operands consist of core matrices: 8 rows by 16 bytes in 128 contiguous
+// bytes, without a swizzle. Descriptor: address / 16 in bits 0-13, leading offset / 16 in 16-29,
+// stride offset / 16 in 32-45, layout 1, 2 or 3 (swizzle of 128, 64, 32 bytes) or 0 (core matrices)
+// in 62-63; swizzled buffers start at multiples of eight rows.
 //     K-major     a row is 128 bytes of the reduction; 8 rows are 1024 bytes (the stride
 //                 offset); the next instruction's 32 bytes are 32 bytes on
 //     MN-major    a row is 64 columns; 8 rows (8 of the reduction) are 1024 bytes (the stride
@@ -29,7 +29,7 @@
 
 namespace jaxconv {
 
-// A descriptor of its words. To step along an operand is to add to the low one.
+// A descriptor from its words. Adding to the low word advances along an operand.
 __device__ __forceinline__ uint64_t DescriptorOf(uint32_t low, uint32_t high) {
   return uint64_t{high} << 32 | low;
 }
@@ -66,13 +66,14 @@ __device__ __forceinline__ void WgmmaFence() {
 __device__ __forceinline__ void WgmmaCommit() {
   asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
-// Waits until at most kPending committed groups are still under way.
+// Waits until at most kPending committed groups are in flight.
 template <int kPending>
 __device__ __forceinline__ void WgmmaWait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
-// d = (accumulate ? d : 0) + a b. kMnMajorA, kMnMajorB: A's lines are rows of d, B's its columns.
+// d = (accumulate ? d : 0) + a b. kMnMajorA, kMnMajorB: the operand is contiguous along d's rows
+// (A) or columns (B).
 template <int kN, typename T, bool kMnMajorA, bool kMnMajorB>
 __device__ __forceinline__ void Wgmma(float (&d)[kN / 2], uint64_t a, uint64_t b, int accumulate);
 
@@ -97,8 +98,7 @@ __device__ __forceinline__ void Wgmma(float (&d)[kN / 2], uint64_t a, uint64_t b
 #define JAXCONV_R112 JAXCONV_R90 ", " JAXCONV_R10(9) ", " JAXCONV_R10(10) ", %110, %111"
 #define JAXCONV_R128 JAXCONV_R120 ", %120, %121, %122, %123, %124, %125, %126, %127"
 
-// A, B, accumulate and the transposition (which only 16-bit types have) follow the n / 2
-// accumulators.
+// A, B, accumulate and the transposition (16-bit types only) follow the n / 2 accumulators.
 #define JAXCONV_WGMMA(n, type, shape, registers, a_at, b_at, p_at, transposition, ...)      \
   template <bool kMnMajorA, bool kMnMajorB>                                                 \
   __device__ __forceinline__ void Wgmma##n(type, float (&d)[n / 2], uint64_t a, uint64_t b, \
@@ -133,9 +133,9 @@ JAXCONV_WGMMA_TYPES(256, JAXCONV_R128, 128, 129, 130, 131, 132, JAXCONV_D32(0), 
 #undef JAXCONV_WGMMA_TYPES
 #undef JAXCONV_WGMMA
 
-// d = (accumulate ? d : 0) + a b, float16 by 128 columns: a are a thread's fragments of A as
-// mma.sync has them (ptx/mma.cuh), rows g and g + 8 of the warp's 16, and B is K-major. The
-// registers of a and d are wgmma's until it is waited for.
+// d = (accumulate ? d : 0) + a b for float16 and 128 columns. a: a thread's fragments of A in
+// mma.sync order (ptx/mma.cuh), rows g and g + 8 of the warp's 16; B is K-major. The registers of a
+// and d must not be touched until WgmmaWait.
 __device__ __forceinline__ void WgmmaFromRegisters(float (&d)[64], const uint32_t (&a)[4],
                                                    uint64_t b, int accumulate) {
   asm volatile(
@@ -146,7 +146,7 @@ __device__ __forceinline__ void WgmmaFromRegisters(float (&d)[64], const uint32_
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));
 }
 
-// The same of 16-bit types, 112 or 56 columns.
+// The same for 16-bit types, 112 or 56 columns.
 #define JAXCONV_WGMMA_FROM_REGISTERS(n, type, names, registers, a0, a1, a2, a3, b_at, p_at, ...) \
   __device__ __forceinline__ void WgmmaFromRegisters(                                            \
       type, float (&d)[n / 2], const uint32_t (&a)[4], uint64_t b, int accumulate) {             \
@@ -167,7 +167,7 @@ JAXCONV_WGMMA_FROM_REGISTERS_TYPES(__half, "f16.f16")
 #undef JAXCONV_WGMMA_FROM_REGISTERS_TYPES
 #undef JAXCONV_WGMMA_FROM_REGISTERS
 
-// And 256 columns.
+// The same for 256 columns.
 #define JAXCONV_WGMMA_FROM_REGISTERS_256(type, names)                              \
   __device__ __forceinline__ void WgmmaFromRegisters(                              \
       type, float (&d)[128], const uint32_t (&a)[4], uint64_t b, int accumulate) { \
@@ -182,7 +182,8 @@ JAXCONV_WGMMA_FROM_REGISTERS_256(__nv_bfloat16, "bf16.bf16")
 JAXCONV_WGMMA_FROM_REGISTERS_256(__half, "f16.f16")
 #undef JAXCONV_WGMMA_FROM_REGISTERS_256
 
-// The same of TF32, kN (64 or 128) columns: rows g and g + 8, columns t and t + 4 of the reduction.
+// The same for TF32, kN (64 or 128) columns: rows g and g + 8, columns t and t + 4 of the
+// reduction.
 template <int kN>
 __device__ __forceinline__ void WgmmaFromRegisters(float (&d)[kN / 2], const uint32_t (&a)[4],
                                                    uint64_t b, int accumulate) {
@@ -203,13 +204,13 @@ __device__ __forceinline__ void WgmmaFromRegisters(float (&d)[kN / 2], const uin
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));
   }
 }
-// An accumulator behind WgmmaWait: the compiler reads it no earlier.
+// An accumulator after WgmmaWait: keeps the compiler from reading it earlier.
 __device__ __forceinline__ float WgmmaResult(float accumulator) {
   asm volatile("" : "+f"(accumulator));
   return accumulator;
 }
 
-// Bytes of types A and B, one of them signed: exact sums that wrap.
+// Bytes of types A and B, one of them signed; int32 sums wrap around.
 #define JAXCONV_I4(i) "+r"(d[i]), "+r"(d[i + 1]), "+r"(d[i + 2]), "+r"(d[i + 3])
 #define JAXCONV_I16(i) JAXCONV_I4(i), JAXCONV_I4(i + 4), JAXCONV_I4(i + 8), JAXCONV_I4(i + 12)
 #define JAXCONV_I32(i) JAXCONV_I16(i), JAXCONV_I16(i + 16)
@@ -281,8 +282,8 @@ __device__ __forceinline__ void Wgmma(float (&d)[kN / 2], uint64_t a, uint64_t b
   if constexpr (kN == 256) Wgmma256<kMnMajorA, kMnMajorB>(T{}, d, a, b, accumulate);
 }
 
-// Four 8x8 matrices of 16-bit elements from fragments; lane l gives the address of row l % 8 of
-// matrix l / 8.
+// Stores four 8x8 matrices of 16-bit elements from fragments; lane l provides the address of row l
+// % 8 of matrix l / 8.
 __device__ __forceinline__ void StoreMatrices(uint32_t address, uint32_t m0, uint32_t m1,
                                               uint32_t m2, uint32_t m3) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),

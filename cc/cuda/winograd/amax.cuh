@@ -1,21 +1,21 @@
-// The power of two by which a tensor is multiplied, so that float16 holds its transform (of
-// bfloat16 and float32), or its products too (where M is float16).
+// The power of two that scales a tensor so that its transform fits in float16 (bfloat16 and float32
+// operands), and its products too if M is float16.
 //
-// A pass over the tensor leaves kMaxPartials partial maxima: of each CTA the float32 bits of its
-// largest finite magnitude, which order as integers do. There is no atomic and no last CTA. A
-// reader's warp takes the largest partial maximum by itself, 2 KB from L1 or L2 and no barrier, and
-// makes
+// A pass over the tensor writes kMaxPartials partial maxima: for each CTA the float32 bits of its
+// largest finite magnitude, which compare like integers. It needs no atomic and no final CTA. Each
+// reading warp takes the maximum of the partial maxima (2 KB from L1 or L2, no barrier) and
+// computes
 //
 //     scale = 2^e  such that  2^13 <= scale * largest < 2^14,  1 where all is zero.
 //
-// Operands of float16 whose products alone are scaled need no pass: the transforms, which read them
-// anyway, raise the partial maxima (TakeMaximum) that a small kernel has cleared. The largest of a
-// set does not depend on the order. Nor do the activations and filters of bfloat16 whose products
-// are float16: they are multiplied by constants, and once more, by their own powers of two, where
-// the maxima say that the constants do not suit (repair_sm90.cuh).
+// Two cases need no pass. If only the products of float16 operands are scaled, the transforms,
+// which read the operands anyway, update the partial maxima (TakeMaximum) that a small kernel has
+// cleared; a maximum does not depend on the order. bfloat16 activations and filters with float16
+// products are scaled by constants; if the maxima show that the constants do not suit, they are
+// transformed again with their own powers of two (repair_sm90.cuh).
 //
-// Infinities and NaN are left out: they stay what they are in the transform, and the finite values
-// beside them keep their accuracy.
+// Infinities and NaN are ignored: the transform preserves them, and finite values keep their
+// accuracy.
 #ifndef JAXCONV_CUDA_WINOGRAD_AMAX_CUH_
 #define JAXCONV_CUDA_WINOGRAD_AMAX_CUH_
 
@@ -31,24 +31,24 @@ namespace jaxconv::winograd {
 
 inline constexpr int kAmaxThreads = 256;
 
-// Magnitude as float32 bits, 0 where it is not finite.
+// The magnitude as float32 bits, 0 if it is not finite.
 __device__ __forceinline__ uint32_t FiniteBits(uint32_t bits) {
   bits &= 0x7fffffffu;
   return bits < 0x7f800000u ? bits : 0;
 }
 
-// A tensor of so many chunks of 16 bytes.
+// A tensor of `chunks` chunks of 16 bytes.
 struct AmaxTensor {
   const uint4* chunks = nullptr;
   int64_t count = 0;
   uint32_t* partials = nullptr;
 };
-// The input and the filter: the grid's y.
+// The input and the filter, selected by blockIdx.y.
 struct AmaxParams {
   AmaxTensor tensor[2];
 };
 
-// Four chunks a thread are under way at a time: with four CTAs an SM, 64 KB. T: of the elements.
+// A thread has four chunks in flight: 64 KB an SM with four CTAs. T: the element type.
 template <typename T, bool kOverlaps>
 __global__ void __launch_bounds__(kAmaxThreads)
     AmaxKernel(const __grid_constant__ AmaxParams params) {
@@ -91,7 +91,7 @@ __global__ void __launch_bounds__(kAmaxThreads)
   }
 }
 
-// Clears the partial maxima of one operand or both: one CTA.
+// Clears the partial maxima of one operand or both, by one CTA.
 struct ClearMaximaParams {
   uint32_t* maxima = nullptr;
   int32_t count = 0;
@@ -108,8 +108,8 @@ __global__ void __launch_bounds__(kThreads)
   if (static_cast<int32_t>(threadIdx.x) < params.count) params.maxima[threadIdx.x] = 0;
 }
 
-// Raises one of a tensor's partial maxima to the largest of the lanes of `mask`, all that call it.
-// `magnitude`: of a finite number, as float32 bits.
+// Raises one of a tensor's partial maxima to the maximum over the lanes of `mask`, which are all
+// callers. `magnitude`: of a finite number, as float32 bits.
 __device__ __forceinline__ void TakeMaximum(uint32_t* maxima, unsigned mask, uint32_t magnitude) {
   const uint32_t largest = __reduce_max_sync(mask, magnitude);
   if (threadIdx.x % 32 == static_cast<unsigned>(__ffs(static_cast<int>(mask)) - 1)) {
@@ -117,7 +117,7 @@ __device__ __forceinline__ void TakeMaximum(uint32_t* maxima, unsigned mask, uin
   }
 }
 
-// Of all lanes of a warp: the tensor's power of two.
+// The tensor's power of two; called by all lanes of a warp.
 __device__ __forceinline__ float WarpScale(const ScaleSource& source) {
   if (source.partials == nullptr) return source.value == nullptr ? 1.0f : __ldg(source.value);
   constexpr int kQuads = kMaxPartials / 32 / 4;
@@ -131,32 +131,32 @@ __device__ __forceinline__ float WarpScale(const ScaleSource& source) {
   }
   largest = __reduce_max_sync(0xffffffffu, largest);
   if (largest == 0) return 1.0f;
-  // 127 + kScaledExponent - (exponent - 127), at most 2^126, whose inverse is a normal number too.
+  // 127 + kScaledExponent - (exponent - 127); at most 2^126, whose inverse is normal.
   const uint32_t exponent = min(254u + kScaledExponent - (largest >> 23), 253u);
   return __uint_as_float(exponent << 23);
 }
 
-// Of a power of two between 2^-126 and 2^126, exactly.
+// The exact inverse of a power of two between 2^-126 and 2^126.
 __device__ __forceinline__ float InversePower(float scale) {
   return __uint_as_float((254u << 23) - __float_as_uint(scale));
 }
 
-// What the transforms multiplied a tensor by whose power of two is `scale`.
+// The factor that the transforms applied to a tensor whose power of two is `scale`.
 __device__ __forceinline__ float AppliedScale(const ScaleSource& source, float scale) {
   if (source.assumed == 0) return scale;
   if (!source.repaired) return source.assumed;
   const bool holds = scale >= source.assumed && scale <= kMostAssumedRatio * source.assumed;
   return holds ? source.assumed : scale;
 }
-// Of all lanes of a warp: the part of a tensor's power of two that the transforms left to M.
+// The part of a tensor's power of two that the transforms left to M; called by all lanes of a warp.
 __device__ __forceinline__ float RemainingScale(const ScaleSource& source) {
   const float scale = WarpScale(source);
   return scale * InversePower(AppliedScale(source, scale));
 }
 
-// Divides a result by the scales of both operands. By the larger one first: results are of the
-// order of 2^26 times a root of the reduction, whose product with 2^-126 is a normal number, but
-// with the inverse of a scale of 2^-114 may be none, whatever follows.
+// Divides a result by the scales of both operands, the larger one first. Results are of the order
+// of 2^26 sqrt(reduction); times 2^-126 they are still normal, but times the inverse of a scale of
+// 2^-114 they may overflow before the second factor.
 struct Unscale {
   float first, second;
 

@@ -3,9 +3,8 @@
 //     M[point][tile, k] = sum over c of V[point][tile, c] U[point][k, c]     for each group
 //
 // (m + 2)^2 GEMMs (times groups) of gemm_m = tiles of a chunk, gemm_n = output channels of a group
-// and gemm_k = channels of a group of the input, in one launch. Both operands run along the
-// reduction (K-major), so both are copied by 16 bytes and read by ldmatrix; float16 times float16
-// in mma.sync.m16n8k16, float32 sums.
+// and gemm_k = channels of a group of the input, in one launch. Both operands are K-major, copied
+// 16 bytes at a time and read by ldmatrix. mma.sync.m16n8k16 multiplies float16 with float32 sums.
 //
 //            c ->                                   CTA: 128 x 128 of M, 64 of c a stage
 //     V  [ 128 tiles x 64 ] \                       4 warps of 64 x 64
@@ -14,12 +13,12 @@
 //
 // Shared memory: 3 stages of (tile_m + tile_n) x 128 bytes, 98,304 at 128x128 (two CTAs an SM),
 // 49,152 at 64x64 (four). Registers: 128 accumulators (32 at 64x64) and 64 fragments, at most 255.
-// Who waits for whom: common/mma_tile.cuh, one barrier a stage. CTAs: blocks of k fastest, then of
-// tiles, so that neighbours share V; then groups and points.
+// Synchronisation: common/mma_tile.cuh, one barrier a stage. CTA order: blocks of k fastest, then
+// blocks of tiles, so that neighbours share V; then groups and points.
 //
 // Accumulators go to M from registers: four lanes write the 32 bytes of a sector, so every sector
-// is whole. Rows behind the last tile and columns behind the last channel are neither copied nor
-// stored; the reduction ends at any multiple of 8.
+// is whole. Rows past the last tile and columns past the last channel are neither copied nor
+// stored; the reduction may have any multiple of 8 channels.
 #ifndef JAXCONV_CUDA_WINOGRAD_BATCHED_GEMM_CUH_
 #define JAXCONV_CUDA_WINOGRAD_BATCHED_GEMM_CUH_
 
@@ -47,7 +46,7 @@ struct GemmParams {
   FastDivmod n_tiles, m_tiles, groups;
 };
 
-// Rows of a K-major matrix to shared memory, for MmaMainloop.
+// Copies rows of a K-major matrix to shared memory, for MmaMainloop.
 template <class Tile, class Operand>
 class RowCopier {
  public:
@@ -55,7 +54,7 @@ class RowCopier {
   static constexpr int kPasses = Operand::kRows / kRowsOfPass;
   static_assert(kRowsOfPass % 8 == 0 && kPasses * kRowsOfPass == Operand::kRows);
 
-  // `matrix`: row 0 of the tile at the start of the reduction; `rows`: how many there are.
+  // `matrix`: row 0 of the tile at the start of the reduction; `rows`: the number of rows.
   __device__ __forceinline__ RowCopier(const __half* matrix, int32_t row_stride, int32_t rows)
       : source_(matrix + int64_t{Row()} * row_stride + Chunk() * 8),
         pass_bytes_(kRowsOfPass * row_stride * int64_t{sizeof(__half)}),
@@ -69,7 +68,7 @@ class RowCopier {
   __device__ static int Row() { return threadIdx.x / Operand::kChunks; }
   __device__ static int Chunk() { return threadIdx.x % Operand::kChunks; }
 
-  // `valid`: the chunk lies in front of the reduction's end.
+  // `valid`: the chunk lies before the end of the reduction.
   template <int kPass>
   __device__ __forceinline__ void Copy(uint32_t shared, bool valid) const {
     const auto* source = reinterpret_cast<const char*>(source_) + kPass * pass_bytes_;

@@ -3,27 +3,29 @@
 //
 //     M[point][tile, k] = sum over c of V[point][tile, c] U[point][k, c]     for each group
 //
-// A CTA has 128 rows (tiles) by 128 or 160 columns of M at a time, of C in blocks of 64, by turns
-// (common/turns_gemm_sm90.cuh). M is 4 bytes for every C multiply-adds: one consumer stores while
-// the other multiplies. Columns are the fastest digit of a tile's index, then rows, groups and
-// points, so that what is under way has few points, whose U and V are read from DRAM once.
+// A CTA computes 128 rows (tiles) by 128 or 160 columns of M at a time, with C in blocks of 64, in
+// pingpong (common/turns_gemm_sm90.cuh): M has 4 bytes for every C multiply-adds, so one consumer
+// stores while the other multiplies. Columns are the fastest digit of a tile's index, then rows,
+// groups and points. The tiles in flight therefore belong to few points, whose U and V are read
+// from DRAM once.
 //
-// A tile of 128x128 takes 64 bytes for every cycle of the tensor cores, and L2 gives an SM about
-// 45. So the CTAs of a cluster have neighbouring tiles that share one operand, the columns of U or
-// the rows of V (whichever pairs leave fewer tiles over): each brings its own part of the other
-// operand and half of the shared one to both, 48 bytes a cycle, with 160 columns 42.
+// A tile of 128x128 needs 64 bytes for every cycle of the tensor cores; L2 delivers to an SM about
+// 45. The CTAs of a cluster therefore have neighbouring tiles that share one operand, the columns
+//     of U or
+// the rows of V (whichever pairing leaves fewer unpaired tiles). Each CTA loads its part of the
+// other operand and multicasts half of the shared one: 48 bytes a cycle, with 160 columns 42.
 //
 // A stage is 128 rows of V and 128 or 160 of U by 64 channels, 32 or 36 KB, both K-major with the
-// swizzle of 128 bytes. TMA fills up with zeros where tiles or the reduction end, and a CTA past
-// the last tile multiplies zeros; past a group's last output channel it reads the next group's or
-// point's rows of U, whose columns are not stored. Shared memory: 6 stages, 192 or 216 KB.
+// swizzle of 128 bytes. TMA fills in zeros past the last tile and the end of the reduction, so a
+// CTA past the last tile multiplies zeros. Past a group's last output channel it reads rows of U of
+// the next group or point; those columns are not stored. Shared memory: 6 stages, 192 or 216 KB.
 // Registers of a consumer: 128 or 160 accumulators.
 //
-// Accumulators go to M from registers. A lane has two neighbouring columns of each eight, so TMA
-// brings sixteen rows of U in the order 0 1 4 5 8 9 12 13, 2 3 6 7 10 11 14 15: a lane then stores
-// 16 bytes, and four lanes a run of 64, of M in float16 half as much: a sector. (An exchange
-// between lanes instead makes the compiler serialise wgmma.) Refused: output channels of a group
-// that are no multiple of 16.
+// Accumulators go to M from registers. A lane has two neighbouring columns of every eight, so TMA
+// loads sixteen rows of U in the order 0 1 4 5 8 9 12 13, 2 3 6 7 10 11 14 15. A lane then stores
+// 16 bytes and four lanes a run of 64 bytes; M in float16 takes half, which is a sector. (With an
+// exchange between lanes instead, the compiler serialises wgmma.) Refused: output channels of a
+// group that are no multiple of 16.
 #ifndef JAXCONV_CUDA_WINOGRAD_BATCHED_GEMM_PINGPONG_SM90_CUH_
 #define JAXCONV_CUDA_WINOGRAD_BATCHED_GEMM_PINGPONG_SM90_CUH_
 
@@ -60,14 +62,14 @@ struct PingpongGemmTile {
   static constexpr int kSharedBytes = kStages * kStageBytes + 1024;
 };
 
-// Of the operand that is the CTA's own, boxes of all its rows, and of the one that a cluster
-// shares, of half of them.
+// Boxes of the CTA's own operand hold all its rows; boxes of the operand that the cluster shares
+// hold half of them.
 struct PingpongGemmMaps {
   // V: (c, tile, group, point, 1). U: (c, 2 rows, 4 steps of 4 rows, 2 steps of 2, 16 rows of all).
   CUtensorMap own, common;
 };
 
-// Where a box of 64 channels begins, without the channel.
+// The start of a box of 64 channels, without the channel coordinate.
 struct PingpongGemmBox {
   int32_t at[4];
 
@@ -83,7 +85,7 @@ struct PingpongGemmBox {
   }
 };
 
-// The copies of a CTA, for turns_gemm_sm90.cuh.
+// A CTA's loads, for turns_gemm_sm90.cuh.
 template <class Tile>
 struct PingpongGemmLoads {
   const PingpongGemmParams& params;
@@ -119,7 +121,8 @@ struct PingpongGemmLoads {
   }
 };
 
-// The accumulators of 64 rows -> M; `row`: the lane's first. Product: of M, float or __half.
+// Stores the accumulators of 64 rows to M; `row`: the lane's first row. Product: the element of M,
+// float or __half.
 template <int kCols, typename Product>
 __device__ __forceinline__ void StoreProducts(const PingpongGemmParams& params,
                                               const PingpongGemmPlace& place, int32_t row,
@@ -222,7 +225,7 @@ Status EncodePingpongGemmMaps(const Products& products, const PingpongGemmParams
   const int64_t sixteens = int64_t{products.points} * g.out_channels() / 16;
   const DenseTensor u = {
       DType::kF16, 5, products.u, {red, 2, 4, 2, sixteens}, {1, red, 4 * red, 2 * red, 16 * red}};
-  // By `ctas` CTAs.
+  // `ctas`: the CTAs that share the operand.
   auto encode = [&](bool of_v, int32_t ctas, CUtensorMap* map) {
     const int32_t rows = (of_v ? Tile::kRows : Tile::kCols) / ctas;
     const int32_t v_box[5] = {Tile::kTileK, rows, 1, 1, 1};
@@ -233,7 +236,7 @@ Status EncodePingpongGemmMaps(const Products& products, const PingpongGemmParams
   return encode(!params.pairs_rows, kPingpongGemmCtas, &maps->common);
 }
 
-// Enqueues the products of a chunk, on `ctas` CTAs at most.
+// Enqueues the products of a chunk on at most `ctas` CTAs.
 template <class Tag, typename Product, int kTileCols>
 Status LaunchPingpongGemm(const char* name, const Products& products, int32_t ctas, void* stream) {
   using Tile = PingpongGemmTile<kTileCols>;

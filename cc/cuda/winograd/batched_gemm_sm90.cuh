@@ -2,21 +2,22 @@
 //
 //     M[point][tile, k] = sum over c of V[point][tile, c] U[point][k, c]     for each group
 //
-// The GEMMs of batched_gemm.cuh, which has the map and the order of CTAs.
+// The GEMMs of batched_gemm.cuh, which explains the mapping and the order of CTAs.
 //
 //            c ->                                   a CTA: 128 x 128 of M, 64 of c a stage
 //     V  [ 128 tiles x 64 ] \                       consumer warpgroup 0: rows 0-63
 //                             >  M [128 x 128]      consumer warpgroup 1: rows 64-127
 //     U  [ 128 k     x 64 ] /                       a ninth warp: one thread issues the loads
 //
-// A stage is a box of V and one of U, 16 KB each, both K-major with the swizzle of 128 bytes. Their
-// maps have the point, the group and the row as dimensions, so that TMA fills up with zeros where
-// tiles, output channels or the reduction end. Shared memory: 3 stages, 96 KB, so that two CTAs
-// share an SM and one stores while the other multiplies: M is 4 bytes for every C multiply-adds.
-// Registers: 112 a thread, of them 64 accumulators.
+// A stage is a box of V and one of U, 16 KB each, both K-major with the swizzle of 128 bytes.
+// Point, group and row are dimensions of the tensor maps, so TMA fills in zeros past the last tile,
+// output channel and reduction index. Shared memory: 3 stages, 96 KB, so that two CTAs share an SM
+// and one stores while the other multiplies: M has 4 bytes for every C multiply-adds. Registers:
+// 112 a thread, of which 64 accumulators.
 //
 // Full(s): the producer announces a stage's bytes, consumers wait. Empty(s): each consumer
-// warpgroup arrives when its wgmma has retired, one k-block late so that one is always under way.
+// warpgroup arrives when its wgmma has retired, one k-block late, so that one wgmma is always in
+// flight.
 //
 // Accumulators go to M from registers: four lanes write the 32 bytes of a sector, so every sector
 // is whole. Refused: nothing beyond what the family refuses.
@@ -43,7 +44,7 @@ namespace jaxconv::winograd {
 
 struct WgmmaGemmTile {
   static constexpr int kTileM = 128, kTileN = 128, kTileK = 64;
-  static constexpr int kWarpgroups = 2;  // of consumers
+  static constexpr int kWarpgroups = 2;  // consumer warpgroups
   static constexpr int kThreads = kWarpgroups * 128 + 32;
   static constexpr int kStages = 3, kFilterSlots = 0, kStationary = 0;
   static constexpr int kBytesOfV = kTileM * kTileK * 2, kBytesOfU = kTileN * kTileK * 2;

@@ -1,18 +1,17 @@
-// Fragments of mma.sync m16n8k16 that a lane loads by itself, 16 bytes at a time, from rows of
-// float16 in global or shared memory: no ldmatrix, no other thread's help, no barrier.
+// Fragments of mma.sync m16n8k16 that each lane loads directly, 16 bytes at a time, from rows of
+// float16 in global or shared memory, without ldmatrix, exchange or barrier.
 //
-// The order of the channels along the reduction is free as long as both operands agree. Lane 4 g +
-// t loads channels 8 t to 8 t + 7 of a k-block of 32 channels of row g: four lanes read 64
-// contiguous bytes of a row, two whole sectors. The 16 bytes are the lane's share of two
-// instructions:
+// The channels may have any order along the reduction if both operands share it. Lane 4 g + t loads
+// channels 8 t to 8 t + 7 of a k-block of 32 channels of row g: four lanes read 64 contiguous bytes
+// of a row, two whole sectors. The 16 bytes are the lane's fragments of two instructions:
 //
 //     instruction   k = 2t, 2t + 1        k = 2t + 8, 2t + 9
 //     0             channels 8t, 8t + 1   channels 8t + 2, 8t + 3
 //     1             8t + 4, 8t + 5        8t + 6, 8t + 7
 //
-// The order of the columns of the result is free too. A lane holds columns 2t and 2t + 1 of each
-// block of 8 columns (n), or rows g and g + 8 of each block of 16 rows (m). Channels are dealt to
-// them so that what a lane holds of two neighbouring blocks is four consecutive channels, which it
+// The columns of the result may have any order too. A lane holds columns 2t and 2t + 1 of each
+// block of 8 columns (n), or rows g and g + 8 of each block of 16 rows (m). The assignment of
+// channels makes a lane's columns of two neighbouring blocks four consecutive channels, which it
 // stores at once: 4t to 4t + 3 of 16 channels (n), 4g to 4g + 3 of 32 channels (m).
 #ifndef JAXCONV_CUDA_WINOGRAD_DIRECT_FRAGMENTS_CUH_
 #define JAXCONV_CUDA_WINOGRAD_DIRECT_FRAGMENTS_CUH_
@@ -35,12 +34,12 @@ __device__ __forceinline__ int ChannelOfRow(int block, int half, int g) {
   return block / 2 * 32 + g * 4 + block % 2 * 2 + half;
 }
 
-// Zeros where the row ends before the lane's channels: the next row's may be Inf or NaN.
+// Returns zeros if the row ends before the lane's channels: the next row may hold Inf or NaN.
 __device__ __forceinline__ uint4 LoadEightChannels(const __half* from, bool inside) {
   return inside ? __ldg(reinterpret_cast<const uint4*>(from)) : make_uint4(0, 0, 0, 0);
 }
 
-// acc += A B over one instruction's half of a k-block. a: the lane's channels of rows g and g + 8.
+// acc += A B for one instruction, half of a k-block. a: the lane's channels of rows g and g + 8.
 template <int kHalf>
 __device__ __forceinline__ void MultiplyHalf(const uint4 (&a)[2], const uint4& b, float (&acc)[4]) {
   if constexpr (kHalf == 0) {

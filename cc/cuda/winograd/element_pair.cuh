@@ -12,11 +12,11 @@
 
 namespace jaxconv::winograd {
 
-// Two neighbouring elements as they lie in memory. T: __half, __nv_bfloat16 or float.
+// Two neighbouring elements, packed as in memory. T: __half, __nv_bfloat16 or float.
 template <typename T>
 using PairOf = std::conditional_t<std::is_same_v<T, float>, float2, uint32_t>;
 
-// The pair, zeros where it is not `inside`.
+// Loads the pair; zeros if not `inside`.
 template <typename T>
 __device__ __forceinline__ PairOf<T> LoadPair(const T* from, bool inside) {
   return inside ? __ldg(reinterpret_cast<const PairOf<T>*>(from)) : PairOf<T>();
@@ -28,7 +28,7 @@ __device__ __forceinline__ float ElementOfPair(float2 pair) {
   static_assert(std::is_same_v<T, float>);
   return kHalf == 0 ? pair.x : pair.y;
 }
-// Of a word. T: __half or __nv_bfloat16.
+// The same for a word. T: __half or __nv_bfloat16.
 template <typename T, int kHalf>
 __device__ __forceinline__ float ElementOfPair(uint32_t word) {
   if constexpr (std::is_same_v<T, __nv_bfloat16>) {

@@ -3,14 +3,14 @@
 //
 //     for c:  M[i, j][tile][k] += V[i, j][tile][c] U[i, j][k][c]    for all points (i, j)
 //
-// A thread has one tile and one output channel and the sums of all their points; no operand that it
-// loads serves a second product. CTA: 8 tiles x 16 output channels, a warp 4 x 8, so that the lines
-// of a load meet in L1: a warp's load of a point is 4 rows of V and 8 of U, 16 bytes each.
+// A thread has one tile and one output channel, with the sums of all points; it uses each loaded
+// operand for one product. CTA: 8 tiles x 16 output channels, a warp 4 x 8, so that L1 serves the
+// lines that threads share: a warp loads 4 rows of V and 8 of U for a point, 16 bytes each.
 //
 // A product of 2 FLOP loads 4 bytes into registers: 0.5 FLOP/B, against (TB_M TB_N) / (TB_M + TB_N)
-// of sync_free.cuh. Of the loads' 8 channels, 16 conversions to float32 and 8 FMA.
+// of sync_free.cuh. 8 loaded channels take 16 conversions to float32 and 8 FMA.
 //
-// Shared memory: none. Registers: 16 or 36 sums, and the loads under way. Nobody waits. Refuses:
+// Shared memory: none. Registers: 16 or 36 sums, and the loads in flight. No barrier. Refuses:
 // channels of a group that are not multiples of 8.
 #ifndef JAXCONV_CUDA_WINOGRAD_ELEMENTWISE_CUH_
 #define JAXCONV_CUDA_WINOGRAD_ELEMENTWISE_CUH_
@@ -75,8 +75,7 @@ __global__ void __launch_bounds__(kElementwiseThreads, Tag::kCtasPerSm)
 template <Op kOp, DType kType, int m>
 struct Elementwise {
   static constexpr int kPoints = (m + 2) * (m + 2);
-  static constexpr int kCtasPerSm =
-      m == 2 ? 3 : 2;  // more would spill the loads that are under way
+  static constexpr int kCtasPerSm = m == 2 ? 3 : 2;  // more would spill the loads in flight
 
   template <class Tag>
   static Status Launch(const Plan& plan, const Operands& operands, void* stream) {

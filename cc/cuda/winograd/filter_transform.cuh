@@ -1,26 +1,26 @@
-// U = G w G^T: the filter, to float16 in the Winograd domain, the reduction innermost.
+// U = G w G^T: transforms the filter to float16 in the Winograd domain, the reduction innermost.
 //
-// A CTA has 64 channels of the reduction and 16 columns (output channels) of a group; a warp four
-// of the columns, a lane two neighbouring channels of each: 9 taps in, (m + 2)^2 points out. A warp
-// writes 128 contiguous bytes of a point, so U, which is (m + 2)^2 / 9 times the filter's bytes,
-// moves at DRAM's rate.
+// A CTA has 64 channels of the reduction and 16 columns (output channels) of a group, a warp four
+// of the columns, a lane two neighbouring channels of each column: 9 taps in, (m + 2)^2 points out.
+// A warp writes 128 contiguous bytes of a point, so U, (m + 2)^2 / 9 times as large as the filter,
+// is written at DRAM rate.
 //
-// Where the filter runs along the reduction (krsc in fprop, rsck in dgrad) a lane reads its pairs
-// of channels directly. Where it runs along the columns (the other two) the CTA first copies its 9
+// If the reduction is the filter's fastest axis (krsc in fprop, rsck in dgrad), a lane reads its
+// pairs of channels directly. If the columns are (the other two cases), the CTA first copies its 9
 // x 64 x 16 taps to shared memory and reads them there by columns:
 //
 //     [tap][channel % 2][channel / 2][9 words of two columns]      21,312 bytes
 //     [tap][channel % 2][channel / 2][17 words of float columns]   39,744 bytes
 //
-// An odd number of words a row, and odd channels 16 words further on: the reads (32 rows of one
-// word) have no bank conflicts, the copies (16 rows of two chunks) two ways. With twice the columns
-// a filter of 512 x 512 would have fewer CTAs than an H200 has SMs.
+// Rows have an odd number of words, and odd channels lie 16 words further, so the reads (32 rows of
+// one word) have no bank conflicts and the copies (16 rows of two chunks) two-way conflicts. With
+// twice the columns, a 512 x 512 filter would have fewer CTAs than an H200 has SMs.
 //
-// The one-dimensional form transforms along s alone and writes the layout of row_filter.h, zeros
-// included where it fills up the reduction.
+// The one-dimensional form transforms along s only and writes the layout of row_filter.h, including
+// the zeros that pad the reduction.
 //
-// dgrad reads the taps from the other end: their steps are negative. T: __half, __nv_bfloat16 or
-// float, the latter two multiplied by their power of two (amax.cuh) as they are loaded.
+// dgrad reads the taps in reverse order, with negative strides. T: __half, __nv_bfloat16 or float,
+// the latter two multiplied by their power of two (amax.cuh) as they are loaded.
 #ifndef JAXCONV_CUDA_WINOGRAD_FILTER_TRANSFORM_CUH_
 #define JAXCONV_CUDA_WINOGRAD_FILTER_TRANSFORM_CUH_
 
@@ -50,7 +50,7 @@ struct FilterTransformParams {
 inline constexpr int kFilterThreads = 128;
 inline constexpr int kFilterReds = 64, kFilterCols = 16;  // of a CTA
 
-// The taps of a CTA in shared memory. Width: bytes of an element.
+// The taps of a CTA in shared memory. kWidth: bytes of an element.
 template <int kWidth>
 struct FilterStaging {
   static constexpr int kRowWords = kFilterCols * kWidth / 4 + 1;
@@ -63,7 +63,7 @@ struct FilterStaging {
   }
 };
 
-// The CTA's part of the filter, whose columns are contiguous, to shared memory by 16 bytes.
+// Copies the CTA's part of a filter with contiguous columns to shared memory, 16 bytes at a time.
 template <typename T>
 __device__ __forceinline__ void StageFilter(const FilterTransformParams& params, const T* w,
                                             int first_red, int first_col, uint32_t* staging) {
@@ -89,7 +89,7 @@ __device__ __forceinline__ void StageFilter(const FilterTransformParams& params,
   }
 }
 
-// The part of CTA `block` of the grid.
+// The work of CTA `block` of the grid.
 template <int m, bool kOneDimensional, typename T, bool kTransposed>
 __device__ __forceinline__ void TransformFilterBlock(const FilterTransformParams& params,
                                                      int32_t block, uint32_t* staging,

@@ -8,11 +8,11 @@
 namespace jaxconv::winograd {
 namespace {
 
-// Of the DRAM rate of a large copy, on an H200: the amax pass, the filter's, the input's and the
-// output's transform, and batched GEMMs that are bound by it.
+// Shares of the DRAM rate of a large copy, on an H200: the amax pass, the transforms of filter,
+// input and output, and batched GEMMs bound by memory.
 constexpr double kAmaxShare = 0.8, kFilterShare = 0.9, kInputShare = 0.75, kOutputShare = 0.88,
                  kGemmShare = 0.92;
-// Of the output's transform of F(6x6) from products in float16: 64 loads of 4 bytes a thread, and
+// The share of F(6x6)'s output transform from float16 products: 64 loads of 4 bytes a thread, and
 // few threads.
 constexpr double kHalfOutputShare6 = 0.66;
 
@@ -70,7 +70,7 @@ double FilterMicroseconds(const LaunchParams& launch, const Gpu& gpu) {
   const double filter_bytes = static_cast<double>(launch.filter_elements) * launch.element_bytes();
   double microseconds = 0;
   if (launch.measured()) {
-    // Clears the maxima, and repairs: small kernels that overlap their neighbours.
+    // The kernels that clear the maxima and repair are small and overlap their neighbours.
     microseconds = gpu.launch_us * (launch.assumes() ? 1 : 0.5);
   } else if (launch.scaled()) {
     const double bytes = Activations(launch, /*in=*/true) + (launch.prepared ? 0 : filter_bytes);

@@ -1,23 +1,22 @@
 // Winograd in four stages, each a kernel of its own. F(m x m, 3x3) computes a tile of m x m outputs
 // from (m + 2) x (m + 2) inputs d, at (m + 2)^2 points (docs/winograd.md):
 //
-//     filter_transform.cuh    w -> U     U = G w G^T; none where the filter is prepared
+//     filter_transform.cuh    w -> U     U = G w G^T; omitted if the filter is prepared
 //     input_transform.cuh     x -> V     V = B^T d B                       \
 //     batched_gemm.cuh        V, U -> M  M = sum over c of V U, by points   > chunk by chunk of tiles
 //     output_transform.cuh    M -> y     y = A^T M A                       /
 //
-// In front of them run the passes of amax.cuh, where operands are scaled: bfloat16 and float32.
-// Instances named four_stage have one chunk of all tiles: V and M go through DRAM, 2 (m + 2)^2 C
-// and 4 (m + 2)^2 K bytes a tile, written and read. Up to about 1,000 channels these bytes are the
-// bound, above it the products. Instances named chunked (as the seed's PKF-LLC, seeds/004) cut the
-// tiles into chunks whose V and M take at most 32 MB, so that they stay in L2 from one stage to the
-// next and the workspace is one chunk; a chunk costs three launches.
+// For scaled operands (bfloat16 and float32) the passes of amax.cuh run first. Instances named
+// four_stage have one chunk of all tiles: V and M go through DRAM, 2 (m + 2)^2 C and 4 (m + 2)^2 K
+// bytes a tile, written and read. These bytes are the bound up to about 1,000 channels, the
+// products above. Instances named chunked (like the seed's PKF-LLC, seeds/004) divide the tiles
+// into chunks whose V and M take at most 32 MB, so that they stay in L2 between stages and the
+// workspace holds one chunk; a chunk costs three launches.
 //
-// A chunk's kernels follow each other in the stream; nothing else orders them. The GEMM is a
-// parameter: RunFourStage takes what enqueues it.
+// Only the stream orders a chunk's kernels. The GEMM is a parameter of RunFourStage.
 //
-// Refuses: what plan.cc refuses (3x3, stride 1, channels of a group in multiples of 8), and chunked
-// instances a problem of which 128 tiles do not fit.
+// Refuses: what plan.cc refuses (3x3, stride 1, channels of a group in multiples of 8), and, in
+// chunked instances, problems whose 128 tiles exceed a chunk.
 #ifndef JAXCONV_CUDA_WINOGRAD_FOUR_STAGE_CUH_
 #define JAXCONV_CUDA_WINOGRAD_FOUR_STAGE_CUH_
 
@@ -30,7 +29,7 @@
 
 namespace jaxconv::winograd {
 
-// multiply(products): enqueues M = V U^T of a chunk. kOverlaps: all kernels overlap their
+// multiply(products) enqueues M = V U^T for a chunk. kOverlaps: all kernels overlap their
 // neighbours (sm_90a).
 template <bool kOverlaps = false, typename Multiply>
 Status RunFourStage(const Plan& plan, const Operands& operands, void* stream, Multiply multiply) {
@@ -49,7 +48,7 @@ Status RunFourStage(const Plan& plan, const Operands& operands, void* stream, Mu
 
 template <Op kOp, DType kType, int m, int kTileM, int kTileN, int kCtasPerSm>
 struct FourStage {
-  // Warps of 64 x 64, at 64x64 of 32 x 32; k-blocks of 64 elements; three stages.
+  // Warp tiles of 64 x 64 (of 32 x 32 for the 64x64 tile), k-blocks of 64 elements, three stages.
   using Tile = MmaTile<kTileM, kTileN, 128, 2, 2, 3, kCtasPerSm>;
 
   template <class Tag>

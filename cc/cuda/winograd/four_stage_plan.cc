@@ -8,10 +8,10 @@
 namespace jaxconv::winograd {
 namespace {
 
-// A batched GEMM: multiply-adds of an SM in a cycle at full rate, the share of it that the mainloop
-// reaches (of the boost clock, which power does not leave to it), and the cycles of a CTA's tile
-// beside that. Fitted on an H200. A tile of 64x64 takes twice the bytes from L2 that one of 128x128
-// takes, and a CTA of wgmma's with one tile fills its three stages from DRAM first.
+// A batched GEMM: peak multiply-adds of an SM in a cycle, the share that the mainloop reaches
+// (relative to the boost clock, which the power limit prevents), and a tile's cycles outside the
+// mainloop. Fitted on an H200. A 64x64 tile reads twice the bytes from L2 per product that a
+// 128x128 tile reads, and a wgmma CTA with one tile first fills its three stages from DRAM.
 struct GemmRate {
   double multiply_adds, share, tile_cycles;
 };
@@ -22,10 +22,10 @@ GemmRate RateOf(const Instance& instance, const Gpu& gpu) {
   return {gpu.mma_sync_per_clock, 0.61, 270};
 }
 
-// Of the persistent GEMM: predicted, from the direct kernel of the same mainloop.
+// The share of the persistent GEMM, predicted from the direct kernel with the same mainloop.
 constexpr double kPingpongShare = 0.68;
 
-// Cycles of one tile of a CTA.
+// Cycles of a CTA's tile.
 double TileCycles(const Instance& instance, const LaunchParams& launch, const GemmRate& rate) {
   constexpr int64_t kBlock = 64;  // of the reduction
   return instance.tile_m * instance.tile_n *
@@ -50,7 +50,7 @@ double Microseconds(const Instance& instance, const Gpu& gpu, const LaunchParams
 
 }  // namespace
 
-// V and M of a chunk are in L2; those of all tiles are in DRAM unless they fit as a chunk does.
+// V and M of a chunk lie in L2; those of all tiles lie in DRAM unless they are as small as a chunk.
 double StoredRate(const Gpu& gpu, const LaunchParams& launch) {
   const double stored = static_cast<double>(launch.chunk_tiles) *
                         static_cast<double>(InputBytes(launch) + ProductBytes(launch));
@@ -67,7 +67,7 @@ Status PlaceChunks(int64_t tile_m, int64_t bytes, LaunchParams* launch) {
                                    std::to_string(tile_m * tile_bytes) +
                                    " bytes, expected at most " + std::to_string(bytes));
     }
-    // As few chunks as fit, all but the last equally long.
+    // The fewest chunks that fit, all but the last of equal length.
     const int64_t whole = most / tile_m * tile_m;
     tiles = CeilDiv(CeilDiv(all, CeilDiv(all, whole)), tile_m) * tile_m;
   }

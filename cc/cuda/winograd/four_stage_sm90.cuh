@@ -1,6 +1,6 @@
-// Winograd in four stages (four_stage.cuh) whose products run on wgmma: FourStageWgmma with a CTA
-// for each tile, two of them an SM (batched_gemm_sm90.cuh), FourStagePingpong with persistent
-// clusters (batched_gemm_pingpong_sm90.cuh), with M in float16 where kHalfProducts.
+// Winograd in four stages (four_stage.cuh) with products on wgmma. FourStageWgmma has a CTA for
+// each tile, two an SM (batched_gemm_sm90.cuh). FourStagePingpong has persistent clusters
+// (batched_gemm_pingpong_sm90.cuh); kHalfProducts: M is float16.
 //
 // Refuses: what four_stage.cuh refuses.
 #ifndef JAXCONV_CUDA_WINOGRAD_FOUR_STAGE_SM90_CUH_

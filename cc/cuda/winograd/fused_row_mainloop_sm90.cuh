@@ -18,16 +18,16 @@
 
 namespace jaxconv::winograd {
 
-// A warp's pixels of 16 positions by 16 channels: fragments of A before the transform. Of the m + 2
-// inputs of a tile a warpgroup's points need all but the last or all but the first: the m in the
-// middle come in pairs, for 8 positions at a time, the other one for 16.
+// A warp's pixels for 16 positions by 16 channels: fragments of A before the transform. A
+// warpgroup's points need the m + 2 inputs of a tile except the last or except the first. The m
+// middle inputs are loaded in pairs for 8 positions at a time, the remaining one for 16 positions.
 template <class Tile, int kWarpgroup>
 struct PixelReader {
   static constexpr int m = Tile::m;
   static constexpr int kEnd = kWarpgroup == 0 ? 0 : m + 1;
   uint32_t pair_at[m / 2], end_at;
 
-  // Where the warp's part of a stage begins in the shared memory `stage`.
+  // `stage`: the shared address of the stage; computes that of the warp's part.
   __device__ __forceinline__ explicit PixelReader(uint32_t stage) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
     auto place = [&](int input, int channels) {
@@ -51,7 +51,8 @@ struct PixelReader {
   }
 };
 
-// Pairs of a pixel's channels -> float16, bfloat16 scaled by a power of two into float16's range.
+// Converts pairs of a pixel's channels to float16; bfloat16 is first scaled by a power of two into
+// float16's range.
 template <typename T>
 struct ToFloat16;
 template <>
@@ -77,13 +78,13 @@ struct ToFloat16<__nv_bfloat16> {
   }
 };
 
-// A consumer warpgroup's accumulators of its points, 64 positions by 128 columns.
+// A consumer warpgroup's accumulators: its points, 64 positions by 128 columns.
 template <class Tile>
 struct RowSums {
   float point[Tile::kOwnPoints][64];
 };
 
-// Gives a slot of the filter back, for a warpgroup: thread r tells rank r.
+// Frees a slot of the filter for a warpgroup: thread r signals rank r.
 template <class Tile>
 __device__ __forceinline__ void ReleaseSlot(const Barriers<Tile>& barriers, uint32_t slot) {
   const int32_t rank = threadIdx.x % 128;
@@ -92,7 +93,7 @@ __device__ __forceinline__ void ReleaseSlot(const Barriers<Tile>& barriers, uint
   }
 }
 
-// All products of a tile, up to those with the slot `slot`, which stays the warpgroup's.
+// All products of a tile. The last slot, `slot`, stays occupied by the warpgroup.
 template <typename T, class Tile, int kWarpgroup>
 __device__ __forceinline__ void MultiplyTile(const RowParams& params, uint32_t ring,
                                              const Barriers<Tile>& barriers,
@@ -125,8 +126,8 @@ __device__ __forceinline__ void MultiplyTile(const RowParams& params, uint32_t r
         memcpy(&a[p][half + 2 * q], &v[p], sizeof(uint32_t));
     }
   };
-  // Not by the first product's scale: the compiler would take the last tile's sums for live until
-  // there, and the epilogue would lack their registers.
+  // Clears explicitly, not by the first product's scale-d: the compiler would treat the previous
+  // tile's sums as live until then, and the epilogue would lack their registers.
 #pragma unroll
   for (int p = 0; p < Tile::kOwnPoints; ++p) {
 #pragma unroll
@@ -153,7 +154,7 @@ __device__ __forceinline__ void MultiplyTile(const RowParams& params, uint32_t r
         WgmmaFromRegisters(sums.point[p], a[p], b + ((p * Tile::kPointBytes + k * 256) >> 4), true);
       }
       WgmmaCommit();
-      // The next pixels come while these products run.
+      // The next pixels are loaded while these products run.
       if (k == 0) {
         load_pairs(0, 32);
         LoadMatrices(pixels.end_at ^ 32, end);

@@ -10,16 +10,16 @@
 namespace jaxconv::winograd {
 namespace {
 
-// Of F(2, 3) and F(4, 3), fitted on an H200 (docs/notes/winograd.md): cycles of a CTA for 16
-// channels under a filter row, what bfloat16's conversion in the mainloop adds to them, and cycles
-// for a tile beside its products.
+// F(2, 3) and F(4, 3), fitted on an H200 (docs/notes/winograd.md): a CTA's cycles for 16 channels
+// of a filter row, the additional cycles of the bfloat16 conversion, and a tile's cycles outside
+// the mainloop.
 struct RowCycles {
   double step, scaled, tile;
 };
 constexpr RowCycles kRowCycles[2] = {{353, 75, 2000}, {613, 69, 3400}};
 // Microseconds to fill the first stages and to store the last tile.
 constexpr double kEndsUs = 4.6;
-// Of the boost clock, that the power limit leaves to wgmma's mainloops.
+// The share of the boost clock that the power limit leaves to wgmma mainloops.
 constexpr double kClockShare = 0.75;
 
 Status CheckFields(const LaunchParams& launch, const RowParams& params, const int32_t* upper) {
@@ -48,8 +48,8 @@ RowParams MakeRowParams(const LaunchParams& launch, int32_t* upper) {
   params.rows = FastDivmod(g.out_h);
   params.images = g.images;
   params.width = g.out_w;
-  // The box of base pixels begins in the padding or with the tensor, never inside it; the offsets
-  // carry the distance.
+  // The box of base pixels begins in the padding or at the first pixel, never inside the tensor;
+  // the offsets carry the difference.
   params.lower_w = std::min(0, -g.pad_w);
   params.lower_h = std::min(0, -g.pad_h);
   params.offset_w = -g.pad_w - params.lower_w;
@@ -78,14 +78,14 @@ Status PlanFusedRow(const Instance& instance, const Gpu& gpu, LaunchParams* laun
         "expected one group, or groups whose channels are a multiple of 64, got " +
         std::to_string(g.red));
   }
-  // Tiles are at most 2^26: positions, of which a row has one more, fit in 32 bits, and so do those
-  // of a pair of tiles past the last.
+  // There are at most 2^26 tiles, so positions (one more in each row) fit in 32 bits, and so do
+  // those of a pair of tiles past the last.
   launch->chunk_tiles = g.tiles;
   PlaceWorkspace(/*has_v=*/false, /*has_m=*/false, launch);
   int32_t upper[2];
   const RowParams params = MakeRowParams(*launch, upper);
   JAXCONV_RETURN_IF_ERROR(CheckFields(*launch, params, upper));
-  // Persistent: a cluster takes tiles until none is left.
+  // Persistent: clusters process tiles round-robin.
   const int32_t clusters = std::min(params.tiles, std::max(1, gpu.sm_count / kRowClusterCtas));
   launch->ctas = clusters * kRowClusterCtas;
   const double waves = static_cast<double>(CeilDiv(params.tiles, clusters));

@@ -3,31 +3,31 @@
 //     rows = tiles of m outputs along W, columns = output channels of a group,
 //     reduction = 3 filter rows x input channels, one GEMM for each of the m + 2 points
 //
-// A CTA has 64 positions by 128 channels, all points: consumer warpgroup 0 the first half of the
-// points, warpgroup 1 the others. V is made in registers, from pixels in shared memory, and is
-// wgmma's operand A; it is never stored. Both CTAs of a cluster have the same channels, and each
-// brings half of U to both.
+// A CTA computes 64 positions by 128 channels at all points: consumer warpgroup 0 the first half of
+// the points, warpgroup 1 the second. V is computed in registers from pixels in shared memory and
+// is wgmma's operand A; it is never stored. Both CTAs of a cluster have the same channels, and each
+// multicasts half of U.
 //
 //     stage of x     | residue 0: 65 positions x 128 bytes, pitch 72 | residue 1 | ... m - 1
 //     slot of U      | point 0: 128 columns x 64 bytes | point 1 | ... m + 1      row_filter.h
 //
-// A stage holds 64 channels of the pixels under one filter row: TMA walks them in steps of m, once
-// for each residue of a pixel within its tile. Input j of the tile at position i is residue j % m
-// of position i + j / m. So a row of the output has a position more than it has tiles, which is
-// computed and dropped: 3 % of rows 112 wide, 12 % of rows 28 wide. ldmatrix of a pixel's 8
-// positions by 16 bytes is a fragment of A, free of conflicts: the swizzle is a function of the
+// A stage holds 64 channels of the pixels under one filter row: TMA loads them with a stride of m,
+// once for each residue of the pixel within its tile. Input j of the tile at position i is residue
+// j % m of position i + j / m. An output row therefore has one position more than tiles, which is
+// computed and dropped: 3 % of rows 112 wide, 12 % of rows 28 wide. ldmatrix of 8 positions by 16
+// bytes of a residue is a fragment of A without bank conflicts, because the swizzle depends on the
 // position.
 //
-// m = 4: 2 stages of 36 KB, 3 slots of 48 KB. Registers: producer 24, consumers 240, of them 192
-// accumulators, 12 of V, 12 of pixels on their way.
+// m = 4: 2 stages of 36 KB, 3 slots of 48 KB. Registers: producer 24, consumers 240, of which 192
+// accumulators, 12 for V, 12 for pixels being loaded.
 //
 // Producer warp 0: U; warp 1: x. Full, Empty: stages, read by eight warps. FullFilter, EmptyFilter:
-// slots; a slot is empty when the warpgroups of both CTAs have read it. While a warpgroup builds V
-// for 16 channels, the other's products run. At the end of a tile the warpgroups exchange
-// accumulators in the last slot, so that each has all points of 64 channels, transforms them and
-// stores; meanwhile the other slots and stages fill. Both CTAs fill that slot again when both have
-// read it: behind a fence for copies and a barrier of each warpgroup, its threads 0 and 1 tell one
-// CTA each.
+// slots; a slot is empty when the warpgroups of both CTAs have read it. While one warpgroup
+// computes V for 16 channels, the other's products run. At the end of a tile the warpgroups
+// exchange accumulators through the last slot, so that each has all points of 64 channels,
+// transforms them and stores; the other slots and stages fill meanwhile. Both CTAs refill that slot
+// after both have read it: after a proxy fence and a barrier of the warpgroup, its threads 0 and 1
+// signal one CTA each.
 //
 // Refused (fused_row_plan.cc): what the family refuses, groups whose channels are not a multiple of
 // 64, rows beyond the fields of a tensor map.
@@ -53,8 +53,8 @@
 
 namespace jaxconv::winograd {
 
-// The loads of a tile, in order: channels slowest, so that the filter rows find in L2 what the
-// first of them has read; then filter rows.
+// The order of a tile's loads: filter rows fastest, then channels, so that later filter rows find
+// the pixels of the first in L2.
 template <class Tile>
 __device__ __forceinline__ void ProducePixels(const RowParams& params, const CUtensorMap* map,
                                               uint32_t ring, const Barriers<Tile>& barriers) {
@@ -130,7 +130,7 @@ __device__ __forceinline__ void ConsumeRows(const RowParams& params, uint32_t ri
     StoreRowTile<T, Tile, kWarpgroup>(params, RowTilePlace(params, index), sums,
                                       ring + Tile::kFilterAt + slot.slot * Tile::kSlotBytes,
                                       unscale);
-    // What was written here by ordinary stores, copies will overwrite.
+    // TMA copies will overwrite memory that ordinary stores wrote.
     FenceForCopies();
     NamedBarrierSync(2 + kWarpgroup, 128);
     ReleaseSlot(barriers, slot.slot);
@@ -162,7 +162,7 @@ __global__ void __launch_bounds__(Tag::Tile::kThreads, 1)
     PrefetchTensorMap(&map);
     PrefetchTensorMap(&filter_map);
   }
-  // Copies and arrivals from the other CTA find the barriers ready.
+  // Before copies and arrivals from the other CTA, the barriers must be initialised.
   ClusterArrive();
   ClusterWait();
   const int warpgroup = __shfl_sync(0xffffffff, threadIdx.x / 128, 0);
@@ -188,12 +188,12 @@ __global__ void __launch_bounds__(Tag::Tile::kThreads, 1)
       ConsumeRows<T, Tile, 1>(params, ring, barriers, scale_x, scale_w);
     }
   }
-  // The other CTA copies into this one's shared memory, and arrives there, to the end.
+  // Until its end, the other CTA copies to this CTA's shared memory and arrives at its barriers.
   ClusterArrive();
   ClusterWait();
 }
 
-// The input as the kernel walks it: `upper`, of MakeRowParams.
+// The tensor map of the input. `upper`: from MakeRowParams.
 inline Status EncodePixels(const LaunchParams& launch, const RowParams& params,
                            const int32_t* upper, const void* input, CUtensorMap* map) {
   const Geometry& g = launch.geometry;
@@ -209,7 +209,7 @@ inline Status EncodePixels(const LaunchParams& launch, const RowParams& params,
   return EncodeIm2colMap(tensor, lower, upper, step, kRowBoxPixels, map);
 }
 
-// The filter, half a slot a box.
+// The tensor map of the filter; a box is half a slot.
 template <class Tile>
 Status EncodeFilter(const RowParams& params, int64_t groups, const void* filter, CUtensorMap* map) {
   DenseTensor tensor;

@@ -18,8 +18,8 @@
 
 namespace jaxconv::winograd {
 
-// Where a thread's row of the tile goes: the output offset of the first of m pixels, and how many
-// there are.
+// The destination of a thread's row of the tile: the output offset of the first of m pixels, and
+// the number of pixels that exist.
 struct RowTarget {
   int64_t offset;
   int32_t pixels;
@@ -33,7 +33,7 @@ struct RowTarget {
   }
 };
 
-// Divides by the operands' scales; float16 has none, nor has a filter prepared from it.
+// Divides by the operands' scales; float16 operands and filters prepared from float16 have none.
 template <typename T>
 struct RowUnscale : Unscale {
   using Unscale::Unscale;
@@ -44,15 +44,15 @@ struct RowUnscale<__half> {
   __device__ __forceinline__ float operator()(float result) const { return result; }
 };
 
-// Of eight of a thread's columns in one of its rows, all points -> m pixels of the output. A
-// warpgroup's own accumulators are sums.point[p][first + 4 j + e]; the other's lie in shared
-// memory, 16 bytes for every two j.
+// Transforms eight of a thread's columns in one of its rows, all points, to m output pixels. The
+// warpgroup's own accumulators are sums.point[p][first + 4 j + e]; the other warpgroup's lie in
+// shared memory, 16 bytes for every two j.
 template <typename Out, typename T, class Tile, int kWarpgroup>
 __device__ __forceinline__ void StoreColumns(const RowParams& params, const RowSums<Tile>& sums,
                                              int first, uint32_t others, const RowTarget& target,
                                              int32_t channel, const RowUnscale<T>& unscale) {
   constexpr int m = Tile::m, kOwn = Tile::kOwnPoints;
-  constexpr int kStorePairs = 8 / sizeof(Out);  // of columns, in a store of 16 bytes
+  constexpr int kStorePairs = 8 / sizeof(Out);  // pairs of columns in a store of 16 bytes
   Out* const out = static_cast<Out*>(params.out) + target.offset + channel;
   uint32_t word[m][4];
 #pragma unroll
@@ -99,7 +99,7 @@ __device__ __forceinline__ void StoreColumns(const RowParams& params, const RowS
 }
 
 // The warpgroups exchange accumulators, 32 columns at a time: warpgroup 0 finishes columns 0 to 63,
-// warpgroup 1 the others. `staging`: a slot of the filter, which both have read.
+// warpgroup 1 the others. `staging`: a slot of the filter that both have read.
 template <typename T, class Tile, int kWarpgroup>
 __device__ __forceinline__ void StoreRowTile(const RowParams& params, const RowTilePlace& place,
                                              const RowSums<Tile>& sums, uint32_t staging,
@@ -110,12 +110,12 @@ __device__ __forceinline__ void StoreRowTile(const RowParams& params, const RowT
   const uint32_t others = staging + (1 - kWarpgroup) * kHalf + (warp * 32 + lane) * 16;
 #pragma unroll
   for (int round = 0; round < 2; ++round) {
-    NamedBarrierSync(1, 256);  // the slot, or what the round before left there, is read
+    NamedBarrierSync(1, 256);  // all threads have read the slot, or the previous round's data
     const int given = (1 - kWarpgroup) * 2 + round, kept = kWarpgroup * 2 + round;
 #pragma unroll
     for (int p = 0; p < Tile::kOwnPoints; ++p) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {  // row half i / 2, pairs of columns 2 (i % 2) and the next
+      for (int i = 0; i < 4; ++i) {  // row half i / 2, pairs of columns 2 (i % 2) and 2 (i % 2) + 1
         const float* from = &sums.point[p][given * 16 + i % 2 * 8 + i / 2 * 2];
         StoreShared(mine + (p * 4 + i) * 2048, {from[0], from[1], from[4], from[5]});
       }

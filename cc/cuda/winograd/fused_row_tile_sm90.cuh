@@ -1,4 +1,4 @@
-// A tile of the fused row kernel: its shared memory, its place in the problem (sm_90a).
+// A tile of the fused row kernel: its shared memory and its position in the problem (sm_90a).
 #ifndef JAXCONV_CUDA_WINOGRAD_FUSED_ROW_TILE_SM90_CUH_
 #define JAXCONV_CUDA_WINOGRAD_FUSED_ROW_TILE_SM90_CUH_
 
@@ -44,7 +44,7 @@ struct RowTilePlace {
   }
 };
 
-// A position of the walk: a tile of a row of the output, or the place past its last tile.
+// A position: a tile of an output row, or the place past its last tile.
 struct RowPosition {
   int32_t tile, row, image;
 

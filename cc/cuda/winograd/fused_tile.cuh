@@ -1,4 +1,4 @@
-// The parts of pkf_shmem.cuh, which keeps V in shared memory and M in registers: where tiles lie,
+// The parts of pkf_shmem.cuh, which keeps V in shared memory and M in registers: tile positions,
 // the input transform, the products of a point, and the output transform.
 #ifndef JAXCONV_CUDA_WINOGRAD_FUSED_TILE_CUH_
 #define JAXCONV_CUDA_WINOGRAD_FUSED_TILE_CUH_
@@ -22,8 +22,8 @@
 
 namespace jaxconv::winograd {
 
-// A CTA's TB_M tiles and TB_N = kParts * kWarpN output channels. kSetBlocks: n-blocks of U that are
-// loaded at a time.
+// A CTA's TB_M tiles and TB_N = kParts * kWarpN output channels. kSetBlocks: n-blocks of U in one
+// set of loads.
 template <int m_, int kTbM_, int kWarpN_, int kParts_, int kSetBlocks_, int kCtasPerSm_>
 struct FusedTile {
   static constexpr int m = m_, kAlpha = m + 2, kPoints = kAlpha * kAlpha;
@@ -37,7 +37,7 @@ struct FusedTile {
   static_assert(kTbM % 16 == 0 && kWarpN % 16 == 0 && kTbN % 16 == 0 && m % kRows == 0);
 };
 
-// Where a tile's inputs and outputs begin; of a tile past the last one, outside of everything.
+// The origin of a tile's inputs and outputs; for a tile past the last, outside the tensors.
 struct TileOrigin {
   int64_t x;  // elements to the image's first
   int64_t y;  // to the tile's first
@@ -65,21 +65,21 @@ __device__ __forceinline__ void LocateTiles(const Geometry& geometry, int first,
   }
 }
 
-// The powers of two of operands of bfloat16 (amax.cuh), in shared memory.
+// The powers of two that scale bfloat16 operands (amax.cuh), in shared memory.
 struct Scales {
-  float input, undo_first, undo_second;  // the result's, in order (Unscale)
+  float input, undo_first, undo_second;  // undo_*: applied to the result, in this order (Unscale)
 };
 
-// By one warp.
+// Called by one warp.
 __device__ __forceinline__ void FindScales(const PkfParams& params, Scales* scales) {
   const float input = WarpScale(params.input_scale), filter = WarpScale(params.filter_scale);
   const Unscale unscale(input, filter);
   if (threadIdx.x % 32 == 0) *scales = {input, unscale.first, unscale.second};
 }
 
-// V in shared memory: a k-block of a point has rows of 64 bytes, one a tile, for ldmatrix. The
-// channels of a row are in the order of direct_fragments.cuh's instructions: channels 8 t + 2 h and
-// the next are word t of chunk h.
+// V in shared memory. A k-block of a point has one row of 64 bytes for each tile, read by ldmatrix.
+// The channels of a row have the order of direct_fragments.cuh: channels 8 t + 2 h and 8 t + 2 h +
+// 1 are word t of chunk h.
 template <class Tile>
 using InputOperand = OperandTile<__half, Tile::kTbM, kBlockChannels * 2, false>;
 
@@ -91,7 +91,7 @@ __device__ __forceinline__ uint32_t PackPair(float low, float high) {
   return word;
 }
 
-// The inputs of a tile in registers: the words (pairs of channels) that a thread transforms at a
+// The inputs of a tile in registers: a thread transforms kWords words (pairs of channels) at a
 // time.
 template <class Tile>
 struct InputTask {
@@ -101,8 +101,8 @@ struct InputTask {
   static constexpr int kOfTiles = kOfBlock * Tile::kTbM;        // of a k-block
   uint32_t word[kAlpha][kAlpha][kWords];
 
-  // Outside the image and behind the last channel it reads what is nearest and takes zeros: a
-  // branch for every pixel would cost more than the loads.
+  // Outside the image and past the last channel it loads the nearest element and replaces it by
+  // zero: a branch for every pixel would cost more than the loads.
   template <typename T>
   __device__ __forceinline__ void Load(const Geometry& geometry, const void* x, int group,
                                        const TileOrigin& origin, int channel) {
@@ -136,7 +136,7 @@ struct InputTask {
     }
   }
 
-  // V of the tile, to `shared` (of the first word and point 0) and its other points.
+  // Stores V of the tile. `shared`: the address of the first word at point 0.
   template <typename T>
   __device__ __forceinline__ void Store(float scale, uint32_t shared) {
 #pragma unroll
@@ -169,8 +169,8 @@ struct InputTask {
   }
 };
 
-// V of all the CTA's tiles and `blocks` k-blocks of channels. Consecutive threads have consecutive
-// channels of a tile.
+// Computes V for all the CTA's tiles and `blocks` k-blocks of channels. Consecutive threads have
+// consecutive channels of a tile.
 template <class Tile, typename T>
 __device__ __forceinline__ void StoreTransformed(const Geometry& geometry, const void* x, int group,
                                                  float scale,
@@ -188,14 +188,14 @@ __device__ __forceinline__ void StoreTransformed(const Geometry& geometry, const
   }
 }
 
-// Where a lane's ldmatrix reads V of a point's first 16 tiles.
+// The address from which a lane's ldmatrix reads V of a point's first 16 tiles.
 template <class Tile>
 __device__ __forceinline__ uint32_t FragmentOffset() {
   const int lane = Lane();
   return InputOperand<Tile>::Offset(lane % 16, lane / 16);
 }
 
-// V of a point and a k-block.
+// Reads V of a point and a k-block.
 template <class Tile>
 __device__ __forceinline__ void LoadPoint(uint32_t v, uint32_t (&fragments)[Tile::kBlocksM][2][4]) {
 #pragma unroll
@@ -205,7 +205,7 @@ __device__ __forceinline__ void LoadPoint(uint32_t v, uint32_t (&fragments)[Tile
   }
 }
 
-// acc += V U^T of a point and a k-block, n-blocks kFirst and the following.
+// acc += V U^T over a k-block of a point, for n-blocks kFirst and following.
 template <class Tile, int kFirst, int kCount>
 __device__ __forceinline__ void MultiplyPoint(const uint32_t (&v)[Tile::kBlocksM][2][4],
                                               const uint4 (&u)[kCount],
@@ -233,7 +233,7 @@ __device__ __forceinline__ uint32_t ExchangeOffset(int j, int row, int tile, int
   return ((j * Tile::kRows + row) * Tile::kTbM + tile) * Tile::kTbN * 4 + (chunk ^ swap) * 16;
 }
 
-// A^T M of a point column, in place: m rows of the alpha remain.
+// A^T M of a point column, in place: m of its alpha rows remain.
 template <class Tile>
 __device__ __forceinline__ void TransformRows(
     float (&acc)[Tile::kAlpha][Tile::kBlocksM][Tile::kBlocksN][4]) {
@@ -254,13 +254,13 @@ __device__ __forceinline__ void TransformRows(
   }
 }
 
-// Rows first_row and the following of a transformed column j to the exchange.
+// Stores rows kFirstRow and following of a transformed column j to the exchange.
 template <class Tile, int kFirstRow>
 __device__ __forceinline__ void StoreRows(
     const float (&acc)[Tile::kAlpha][Tile::kBlocksM][Tile::kBlocksN][4], uint32_t exchange) {
   const int g = Lane() / 4, t = Lane() % 4, warp = threadIdx.x / 32;
   const int j = warp % Tile::kAlpha, warp_column = warp / Tile::kAlpha * Tile::kWarpN;
-  // 16 channels further on are bits of the address of their own, of which the swap may set one.
+  // An offset of 16 channels uses separate address bits; the swap may set one of them.
   const uint32_t to = exchange + ExchangeOffset<Tile>(j, 0, g, warp_column / 4 + t);
 #pragma unroll
   for (int p = 0; p < Tile::kRows; ++p) {
@@ -281,7 +281,7 @@ __device__ __forceinline__ void StoreRows(
   }
 }
 
-// (A^T M) A from the exchange to y: 8 channels of m outputs a task.
+// Computes (A^T M) A from the exchange and stores it to y: a task is 8 channels of m outputs.
 template <class Tile, typename T>
 __device__ __forceinline__ void StoreOutputs(const PkfParams& params, uint32_t exchange,
                                              const TileOrigin (&origins)[Tile::kTbM], int first_row,
@@ -295,7 +295,7 @@ __device__ __forceinline__ void StoreOutputs(const PkfParams& params, uint32_t e
     const TileOrigin& origin = origins[tile];
     const int p = first_row + row, column = first_column + eight * 8;
     if (origin.out_h + p >= geometry.out_h || column >= geometry.cols) continue;
-    // Which four channels this lane reads first.
+    // Selects the four channels that this lane reads first.
     const int upper = task / 4 % 2;
     float y[2][4][Tile::m];
 #pragma unroll

@@ -1,11 +1,11 @@
-// V = B^T d B: the input's tiles, overlapping by two, to float16 in the Winograd domain.
+// V = B^T d B: transforms the input's tiles, which overlap by two, to float16 in the Winograd
+// domain.
 //
-// A thread has two neighbouring channels of one tile: (m + 2)^2 loads of 4 bytes, all under way at
+// A thread has two neighbouring channels of one tile: (m + 2)^2 loads of 4 bytes, all in flight at
 // once, both transforms in float32, one rounding, (m + 2)^2 stores of 4 bytes. Lanes run along
-// channels and threads further along tiles: of 64 channels and more, a warp's access is one line of
-// 128 bytes, and a CTA has neighbouring tiles of 64 channels, whose common columns the L1 cache
-// serves. 16 bytes a thread would move lines no faster, and the (m + 2)^2 x 8 elements of a tile do
-// not fit into registers.
+// channels, warps along tiles: from 64 channels on, a warp accesses one line of 128 bytes, and a
+// CTA has neighbouring tiles of 64 channels, whose common columns L1 serves. 16 bytes a thread
+// would be no faster, and the (m + 2)^2 x 8 elements of a tile would not fit in registers.
 //
 //     m                        2      4      6
 //     float32 values           32     72     128     of a thread
@@ -15,9 +15,9 @@
 //     instructions             392    1064   1896    of a warp, for 64 channels of a tile
 //     issue slots              71     74     69 %    of an H200, in the time of the tile's bytes at 4.3 TB/s
 //
-// No shared memory, nobody waits. Outside the image the input is zero. T: __half, __nv_bfloat16 or
-// float, of loads of 8 bytes; the latter two are multiplied by their power of two (amax.cuh) as
-// they are loaded.
+// It uses no shared memory and no barrier. Outside the image the input is zero. T: __half,
+// __nv_bfloat16, or float with loads of 8 bytes; the latter two are scaled by their power of two
+// (amax.cuh) when loaded.
 #ifndef JAXCONV_CUDA_WINOGRAD_INPUT_TRANSFORM_CUH_
 #define JAXCONV_CUDA_WINOGRAD_INPUT_TRANSFORM_CUH_
 
@@ -38,8 +38,8 @@ struct InputTransformParams {
   int64_t v_point = 0;  // elements from a point to the next
   int32_t first_tile = 0, tiles = 0;
   FastDivmod pairs,
-      channel_blocks;  // of channels in a block; a tile's blocks are neighbouring CTAs
-  // The kernel in front is the filter's transform, of which it needs nothing.
+      channel_blocks;  // pairs of channels in a block; a tile's blocks are neighbouring CTAs
+  // The previous kernel is the filter's transform, whose results this kernel does not need.
   bool behind_filter = false;
 };
 
@@ -47,10 +47,10 @@ inline constexpr int kInputThreads = 128;
 template <int m>
 inline constexpr int kInputCtas = m == 6   ? 3
                                   : m == 4 ? 5
-                                           : 8;  // of an SM, at least
+                                           : 8;  // CTAs of an SM, at least
 
-// The largest finite magnitude of a tile's pairs, as float32 bits: by pairs, and once more by
-// elements where one is infinite. The maximum of a NaN and a number is the number.
+// The largest finite magnitude of a tile's pairs, as float32 bits: computed on pairs, and again on
+// elements if one is infinite. The maximum of a NaN and a number is the number.
 template <typename T, int kAlpha>
 __device__ __forceinline__ uint32_t LargestFinite(const uint32_t (&pairs)[kAlpha][kAlpha]) {
   using Pair = std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloat162>;
@@ -81,7 +81,7 @@ __device__ __forceinline__ uint32_t LargestFinite(const uint32_t (&pairs)[kAlpha
   return bits;
 }
 
-// The part of CTA `block` of the grid. T = __half is not scaled.
+// The work of CTA `block` of the grid. T = __half is not scaled.
 template <int m, typename T>
 __device__ __forceinline__ void TransformInput(const InputTransformParams& params, int32_t block,
                                                uint32_t* maxima, float scale) {
@@ -147,8 +147,8 @@ __device__ __forceinline__ void TransformInput(const InputTransformParams& param
   }
 }
 
-// The filter's transform in front runs beside it: what that waited for has ended too (launch.cuh).
-// At its end it waits for it, so that what waits for this kernel has U as well.
+// This kernel runs concurrently with the filter's transform before it; all earlier kernels have
+// ended (launch.cuh). At its end it waits for that transform, so that the next kernel may read U.
 template <int m, typename T, bool kOverlaps>
 __global__ void __launch_bounds__(kInputThreads, kInputCtas<m>)
     InputTransformKernel(const __grid_constant__ InputTransformParams params) {

@@ -1,4 +1,4 @@
-// The stages' launching, of both translation units: stages.cu, for every GPU, and stages_sm90.cu,
+// Launches of the stages, for two translation units: stages.cu, for every GPU, and stages_sm90.cu,
 // whose kernels overlap their neighbours in the stream (common/launch.cuh).
 #ifndef JAXCONV_CUDA_WINOGRAD_LAUNCH_STAGES_CUH_
 #define JAXCONV_CUDA_WINOGRAD_LAUNCH_STAGES_CUH_
@@ -18,8 +18,8 @@ namespace stages_internal {
 
 inline int64_t Blocks(int64_t extent, int64_t block) { return (extent + block - 1) / block; }
 
-// body(m, element of the operands): both as compile-time constants. No form of F(6x6) takes
-// float32, and none for all GPUs.
+// Calls body(m, element of the operands), both as compile-time constants. F(6x6) exists for sm_90a
+// only, without float32.
 template <int m>
 using Size = std::integral_constant<int, m>;
 template <typename Body>
@@ -36,8 +36,8 @@ Status ForTileAndType(const LaunchParams& launch, Body body) {
   });
 }
 
-// Pairs of channels of a block: 32, a line of float16, or the fewer and wider blocks, of whole
-// 16 bytes, that leave the fewest lanes without channels.
+// Pairs of channels in a block: 32 (a line of float16), or wider blocks of a multiple of 16 bytes
+// if they leave fewer lanes without channels.
 inline int32_t PairsOfBlock(int32_t channels) {
   const int32_t all = channels / 2;
   int32_t best = std::min(all, 32);
@@ -53,7 +53,7 @@ inline LaunchConfig TransformGrid(int32_t channels, int32_t tiles, int threads, 
   *pairs = FastDivmod(of_block);
   *channel_blocks = FastDivmod(Blocks(channels / 2, of_block));
   LaunchConfig config;
-  // Below 2^31, as the pairs of channels of all tiles are, of which a CTA has up to 128.
+  // Below 2^31, because the pairs of channels of all tiles are, and a CTA has up to 128 of them.
   config.grid =
       static_cast<unsigned>(Blocks(int64_t{tiles} * of_block, threads) * channel_blocks->divisor);
   config.threads = threads;
@@ -64,7 +64,7 @@ inline AmaxTensor DescribeAmax(const void* tensor, int64_t bytes, const ScaleSou
   return {static_cast<const uint4*>(tensor), bytes / 16, const_cast<uint32_t*>(scale.partials)};
 }
 
-// Of the input, and of the filter unless it is prepared.
+// For the input, and for the filter unless it is prepared.
 template <bool kOverlaps>
 Status LaunchAmax(const LaunchParams& launch, const StagePointers& at, void* stream) {
   AmaxParams params;
@@ -86,7 +86,7 @@ Status LaunchAmax(const LaunchParams& launch, const StagePointers& at, void* str
   return Launch<AmaxKernel<__nv_bfloat16, kOverlaps>>(name, config, stream, params);
 }
 
-// Of the input, and of the filter behind it unless that is prepared.
+// For the input, then for the filter unless it is prepared.
 template <bool kOverlaps>
 Status ClearMaxima(const LaunchParams& launch, const StagePointers& at, void* stream) {
   ClearMaximaParams params;
@@ -200,7 +200,7 @@ Status LaunchInputStage(const LaunchParams& launch, const StagePointers& at, int
       stages_internal::DescribeInputTransform(launch, at, first_tile, tiles);
   LaunchConfig config = stages_internal::TransformGrid(
       launch.geometry.in_channels(), tiles, kInputThreads, &params.pairs, &params.channel_blocks);
-  // Beside a filter's transform that stages float32 in shared memory its L1 would stay small.
+  // The filter's transform stages float32 in shared memory; beside it, the L1 would stay small.
   const bool staged = params.behind_filter && launch.filter.col == 1;
   config.overlaps = kOverlaps && !(staged && launch.dtype == DType::kF32);
   return stages_internal::ForTileAndType<kOverlaps>(launch, [&](auto m, auto element) {

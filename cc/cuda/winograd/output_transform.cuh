@@ -1,15 +1,15 @@
-// Y = A^T M A: the sums of the Winograd domain to the output's tiles.
+// Y = A^T M A: transforms the sums of the Winograd domain to the output's tiles.
 //
 // A thread has two neighbouring channels of one tile: (m + 2)^2 loads of 8 bytes, a column of
 // points at a time, and m^2 stores of 4 bytes (8 of a float32 output). Lanes run along channels, so
-// a warp reads 256 bytes and writes lines of 128. Bound by M's bytes: 4 (m + 2)^2 a channel of a
-// tile, beside 2 m^2 of output; the arithmetic takes a fifth of the issue slots of that time. M in
-// float16 is half of that: loads of 4 bytes, all of a tile's ahead of the first column, as many
-// bytes under way.
+// a warp reads 256 bytes and writes lines of 128. Bound by the bytes of M: 4 (m + 2)^2 for each
+// channel of a tile, plus 2 m^2 of output; the arithmetic takes a fifth of the issue slots in that
+// time. M in float16 has half the bytes; its loads of 4 bytes are all issued before the first
+// column, so that as many bytes are in flight.
 //
-// Scaled operands were multiplied by powers of two: their inverses follow as two factors, the
-// smaller one first (amax.cuh); of float16 products their own power of two before these. Pixels
-// outside the output are not stored. No shared memory, nobody waits.
+// The inverses of the operands' powers of two follow as two factors, the smaller one first
+// (amax.cuh); float16 products are first multiplied by their own power of two. Pixels outside the
+// output are not stored. No shared memory, no barrier.
 #ifndef JAXCONV_CUDA_WINOGRAD_OUTPUT_TRANSFORM_CUH_
 #define JAXCONV_CUDA_WINOGRAD_OUTPUT_TRANSFORM_CUH_
 
@@ -25,17 +25,17 @@ struct OutputTransformParams {
   Geometry geometry;
   ScaleSource input_scale, filter_scale;
   const void* m = nullptr;
-  float m_scale = 1.0f;  // of M in float16: what brings the products back
+  float m_scale = 1.0f;  // M in float16: undoes the scale of the products
   void* y = nullptr;
   int64_t m_point = 0;  // elements from a point to the next
   int32_t first_tile = 0, tiles = 0;
   FastDivmod pairs,
-      channel_blocks;  // of channels in a block; a tile's blocks are neighbouring CTAs
+      channel_blocks;  // pairs of channels in a block; a tile's blocks are neighbouring CTAs
 };
 
 inline constexpr int kOutputThreads = 64;
 
-// Product: of M, float or __half.
+// Product: the element of M, float or __half.
 template <int m, typename Out, typename Product, bool kOverlaps>
 __global__ void __launch_bounds__(kOutputThreads, m == 6 ? 6 : 8)
     OutputTransformKernel(const __grid_constant__ OutputTransformParams params) {

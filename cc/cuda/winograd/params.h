@@ -1,18 +1,17 @@
-// What the kernels of family winograd know of a problem. Plain data, made on the host without CUDA
-// headers.
+// The parameters of family winograd. Plain data, made on the host without CUDA headers.
 //
-// fprop and dgrad are one geometry: an input (images, in_h, in_w, groups * red) and an output
-// (images, out_h, out_w, groups * cols), between them a 3x3 window of stride 1. dgrad's input is
-// dy, its padding 2 - pad, and its filter is turned by 180 degrees and transposed, which is a
-// matter of the filter's strides.
+// fprop and dgrad share one geometry: a 3x3 window of stride 1 maps an input (images, in_h, in_w,
+// groups * red) to an output (images, out_h, out_w, groups * cols). In dgrad the input is dy, the
+// padding is 2 - pad, and the filter is rotated by 180 degrees and transposed, by means of its
+// strides.
 //
 // Tiles of m x m outputs (1 x m of a one-dimensional transform) are counted along W, then H, then
-// images: t = (image * tiles_h + row) * tiles_w + column. Those at the lower and right edge reach
-// past the output: their inputs outside the image are zeros, their outputs outside are not stored.
+// images: t = (image * tiles_h + row) * tiles_w + column. Tiles at the lower and right edge may
+// reach past the output: inputs outside the image are zeros, outputs outside are not stored.
 //
 // In memory (points are counted row by row):
 //     V [point][tile][groups * red]     float16    tiles of a chunk
-//     U [point][groups * cols][red]     float16    one-dimensional: row_filter.h for each group
+//     U [point][groups * cols][red]     float16    one-dimensional: row_filter.h, per group
 //     M [point][tile][groups * cols]    float32    tiles of a chunk; of half_products float16,
 //                                                  times 2^-ProductExponent(red)
 #ifndef JAXCONV_CUDA_WINOGRAD_PARAMS_H_
@@ -25,22 +24,22 @@
 
 namespace jaxconv::winograd {
 
-// float16's largest number is 65504. A tensor of bfloat16 or float32 is multiplied by a power of
-// two that brings its largest magnitude to 2^13 .. 2^14: B^T and G, balanced, enlarge nothing, but
-// rounding may.
+// float16's largest number is 65504. A bfloat16 or float32 tensor is scaled by a power of two that
+// brings its largest magnitude to 2^13 .. 2^14. The balanced B^T and G do not enlarge magnitudes,
+// except by rounding.
 inline constexpr int kScaledExponent = 13;
-// Products of two scaled operands are below 2^28 each, so that this many powers of two less bring
-// their sum below 2^15: no M overflows float16.
+// A product of two scaled operands is below 2^28. Dividing by 2 to this power brings a sum of `red`
+// products below 2^15, so M does not overflow float16.
 inline int32_t ProductExponent(int32_t red) {
   int32_t exponent = kScaledExponent;
   while (int64_t{1} << (exponent - kScaledExponent) < red) ++exponent;
   return exponent;
 }
-// CTAs of the amax pass, each of which leaves one partial maximum: with 132 SMs four CTAs an SM.
-// Every CTA of a reader takes the largest of them by itself.
+// CTAs of the amax pass, one partial maximum each: about four CTAs an SM with 132 SMs. Every
+// reading warp takes their maximum itself.
 inline constexpr int kMaxPartials = 512;
 
-// The place of a tile.
+// The position of a tile.
 struct TilePlace {
   int32_t image, row, column;  // of the tile in its image, in tiles
 };
@@ -70,12 +69,12 @@ struct FilterStrides {
   int64_t first = 0, r = 0, s = 0, red = 0, col = 0, group = 0;
 };
 
-// Where a tensor's power of two comes from: from its partial maxima, or a number in memory (of a
-// prepared filter). Where both are null it is 1.
+// The source of a tensor's power of two: its partial maxima, or a number in memory (prepared
+// filter). If both are null, it is 1.
 //
-// The transform multiplies the tensor by this number (assumed == 0), or, where the maxima are taken
-// by the transform itself, by `assumed`. With a repair (kMostAssumedRatio) it is made once more,
-// with the number itself, where the assumption does not hold.
+// The transform multiplies the tensor by this number if assumed == 0. If the transform itself
+// computes the maxima, it multiplies by `assumed`. With a repair, the transform is repeated with
+// the number itself where the assumption fails (kMostAssumedRatio).
 struct ScaleSource {
   const uint32_t* partials = nullptr;
   const float* value = nullptr;
@@ -83,11 +82,12 @@ struct ScaleSource {
   bool repaired = false;
 };
 
-// bfloat16 operands whose maxima the transforms take are multiplied by these, which suits
+// The constants that multiply bfloat16 operands whose maxima the transforms compute. They suit
 // activations with a largest magnitude between 2^-3 and 2^9, and filters between 2^-7 and 2^5.
 inline constexpr float kAssumedInputScale = 32.0f, kAssumedFilterScale = 512.0f;
-// The assumption holds where the tensor's own power of two is between the assumed one and this many
-// times it: no element overflows, and those 2^16 times smaller than the largest are normal numbers.
+// The assumption holds if the tensor's own power of two lies between the assumed one and this
+// multiple of it: then no element overflows, and elements 2^16 times smaller than the largest are
+// normal.
 inline constexpr float kMostAssumedRatio = 2048.0f;
 
 // The parts of the workspace, as offsets in bytes.
@@ -108,20 +108,19 @@ struct LaunchParams {
   bool out_is_f32 = false;       // else the operand type
   bool half_products = false;    // M is float16
   bool forward = true;           // fprop
-  DType dtype = DType::kF16;     // of the input and, if it is not prepared, of the filter
+  DType dtype = DType::kF16;     // type of the input and, unless it is prepared, of the filter
   Workspace workspace;
   int32_t chunk_tiles = 1;                       // tiles whose V and M the workspace holds
-  int32_t ctas = 0;                              // of a persistent kernel, at most
-  int32_t column_parts = 1;                      // of a group's columns, of different CTAs
+  int32_t ctas = 0;                              // CTAs of a persistent kernel, at most
+  int32_t column_parts = 1;                      // parts of a group's columns, in different CTAs
   int64_t in_elements = 0, filter_elements = 0;  // of the operands
 
   int32_t alpha() const { return m + 2; }
   int32_t points() const { return one_dimensional ? alpha() : alpha() * alpha(); }
   bool scaled() const { return dtype != DType::kF16 || half_products; }
-  // The transforms take the largest magnitudes while they read the operands, and M is scaled by
-  // them. float16 holds V and U of float16 operands as they are. Activations and filters of
-  // bfloat16 it mostly holds with constant scales; gradients, often below 2^-3, have a pass in
-  // front.
+  // Whether the transforms compute the largest magnitudes while they read the operands, to scale M.
+  // float16 operands need no scale for V and U. bfloat16 activations and filters mostly fit with
+  // constant scales; gradients, often below 2^-3, have an amax pass.
   bool measured() const { return half_products && (dtype == DType::kF16 || assumes()); }
   bool assumes() const { return half_products && dtype == DType::kBF16 && forward; }
   int32_t element_bytes() const { return dtype == DType::kF32 ? 4 : 2; }  // of the operands

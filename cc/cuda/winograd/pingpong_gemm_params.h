@@ -10,12 +10,12 @@
 
 namespace jaxconv::winograd {
 
-// CTAs of a cluster, and rows of V (of M) that a CTA has at a time.
+// CTAs of a cluster, and rows of V (and M) of a CTA's tile.
 inline constexpr int kPingpongGemmCtas = 2, kPingpongGemmRows = 128;
 
-// How a cluster's tiles, a pair of 128 x tile_cols, cover rows x cols of M.
+// How cluster tiles, pairs of 128 x tile_cols, cover rows x cols of M.
 struct PingpongGemmTiles {
-  // The CTAs of a cluster have different rows and the same columns; else the reverse.
+  // Whether the CTAs of a cluster have different rows and the same columns; otherwise the reverse.
   bool pairs_rows;
   int64_t m_tiles, n_tiles;
 
@@ -32,14 +32,14 @@ struct PingpongGemmParams {
   float* m = nullptr;
   void* half_m = nullptr;  // M in float16, times half_scale
   float half_scale = 1.0f;
-  ScaleSource input_scale, filter_scale;  // and what these left to it
+  ScaleSource input_scale, filter_scale;  // and the remainders of these scales
   int32_t rows = 0, cols = 0;             // of a group's GEMM
-  int32_t tile_cols = 0;                  // columns that a CTA has at a time
+  int32_t tile_cols = 0;                  // columns of a CTA's tile
   int32_t k_blocks = 0;
   int32_t m_row = 0;    // elements: the channels of all groups
   int64_t m_point = 0;  // elements from a point to the next
   int32_t pairs_rows = 0;
-  // Digits of the index of a cluster's tile, fastest first; the rest is the point.
+  // Digits of a cluster tile's index, fastest first; the quotient is the point.
   FastDivmod n_tiles, m_tiles, groups;
   int32_t tiles = 0;
 };

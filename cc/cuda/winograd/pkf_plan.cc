@@ -12,15 +12,15 @@ namespace {
 
 // Bytes of U that L2 serves in the time of a byte of DRAM: 5.5 and 4.3 TB/s on an H200.
 constexpr double kL2Rate = 1.28;
-// Shared memory that CUDA takes of a CTA beside its own.
+// Shared memory that CUDA reserves for each CTA.
 constexpr int64_t kReservedBytesOfCta = 1024;
 // Cycles in which an SM issues the input transform of 64 channels of a tile (input_transform.cuh:
-// 392 and 1064 instructions of a warp, of four a cycle).
+// 392 and 1064 warp instructions, four a cycle).
 double TransformCycles(int32_t m) { return m == 2 ? 98 : 266; }
 
 Status CheckOffsets(const LaunchParams& launch) {
   const Geometry& g = launch.geometry;
-  // Bytes of a point row of U are 32 bits, elements of a row of the input 31.
+  // Byte offsets in a point row of U have 32 bits, element offsets in a row of the input 31.
   const int64_t point_row = int64_t{2} * launch.alpha() * g.out_channels() * g.red;
   if (point_row > std::numeric_limits<uint32_t>::max()) {
     return Status::Unimplemented("expected less than 2^32 bytes of U for a row of points, got " +
@@ -53,7 +53,7 @@ Status PlanPkfShmem(const Instance& instance, const Gpu& gpu, LaunchParams* laun
       std::min<int64_t>(instance.ctas_per_sm, (gpu.smem_per_block_optin + kReservedBytesOfCta) /
                                                   (shared + kReservedBytesOfCta));
   const int64_t blocks = CeilDiv(g.tiles, tb_m) * g.groups, column_blocks = CeilDiv(g.cols, tb_n);
-  // As many parts as fill the GPU once, all but the last equally long.
+  // As many parts as fill the GPU once, all but the last of equal length.
   const int64_t wanted = std::min(column_blocks, CeilDiv(ctas_of_sm * gpu.sm_count, blocks));
   const int64_t blocks_of_part = CeilDiv(column_blocks, wanted);
   const int64_t parts = CeilDiv(column_blocks, blocks_of_part);
@@ -61,8 +61,8 @@ Status PlanPkfShmem(const Instance& instance, const Gpu& gpu, LaunchParams* laun
   launch->chunk_tiles = g.tiles;
   PlaceWorkspace(/*has_v=*/false, /*has_m=*/false, launch);
 
-  // Of a CTA: the transform, then blocks of columns, each as long as its MMAs, its fragments from
-  // shared memory and L1 with the exchange, or U from L2 take.
+  // Cycles of a CTA: the transform, then the blocks of columns. A block takes the longest of: its
+  // MMAs; its fragments from shared memory and L1 plus the exchange; U from L2.
   const double k_blocks = static_cast<double>(launch->points() * CeilDiv(g.red, kBlockChannels));
   const double l2_bytes_per_cycle = gpu.dram_bytes_per_cycle() * kL2Rate / gpu.sm_count;
   const double row_bytes = kBlockChannels * 2;

@@ -6,11 +6,10 @@
 
 namespace jaxconv::winograd {
 
-// Refuses a problem of which V of a CTA's tiles, all channels of a group, and the exchange exceed
-// the GPU's shared memory of a CTA (the seed's V_e alpha^2 TB_M TB_K <= V_Shmem, seeds/004, 4.3).
-// Where there are fewer blocks of tiles than the GPU runs CTAs at a time (the seed asks for N_TB >>
-// N_SM), a block's output channels are shared out among CTAs, each of which transforms the block's
-// input.
+// Refuses a problem if V of a CTA's tiles with all channels of a group, plus the exchange, exceeds
+// a CTA's shared memory (the seed's V_e alpha^2 TB_M TB_K <= V_Shmem, seeds/004, 4.3). If there are
+// fewer blocks of tiles than resident CTAs (the seed requires N_TB >> N_SM), several CTAs divide a
+// block's output channels, and each transforms the block's input.
 Status PlanPkfShmem(const Instance& instance, const Gpu& gpu, LaunchParams* launch,
                     double* microseconds);
 

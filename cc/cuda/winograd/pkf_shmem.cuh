@@ -6,8 +6,8 @@
 //     y[tile][k]        = A^T M A        rows in registers, columns through shared memory
 //
 // A CTA has TB_M tiles of a group and loops over blocks of TB_N output channels, so a tile is
-// transformed once whatever K is. Warp (j, part) has the points of column j and TB_N / parts
-// channels: the sums of all its alpha = m + 2 points stay in registers.
+// transformed once for any K. Warp (j, part) has the points of column j and TB_N / parts channels;
+// the sums of its alpha = m + 2 points stay in registers.
 //
 //     points     0  1  2 .. alpha-1     column j = warp j        V: [C / 32][point][tile][32 channels]
 //         row 0  *  *  *    *                                    exchange: [j][2 rows of y][tile][TB_N]
@@ -18,18 +18,18 @@
 // Shared memory: V 2 alpha^2 TB_M ceil32(C) bytes; the exchange 8 alpha TB_M TB_N. At C = 64
 //     F(2x2)   16x32   32 + 16 KB   two CTAs an SM      F(4x4)   16x32    72 + 24 KB
 //              32x32   64 + 32 KB   two                          32x16   144 + 24 KB
-// TB_M is the seed's 16 or 32. No bank conflicts: a quarter of a warp that stores V covers whole
-// rows of 64 bytes one after the other, as does one that loads fragments (two rows of one point);
-// the exchange swaps the 64-byte halves of odd tiles' 128 bytes (rows of 64 bytes need no swap), so
-// that two tiles stored together take all banks, and four lanes that read 8 channels each begin
-// with the low four, the next four lanes with the high four. Registers: sums 64, 128 (F(2x2)), 48,
-// 96 (F(4x4)); U and V in the loop; at most 252 of 255, or 158 of 168 with 12 warps an SM (F(4x4)
-// 16x32). The transform runs when no sums exist.
+// TB_M is the seed's 16 or 32. There are no bank conflicts: a quarter-warp that stores V covers
+// consecutive rows of 64 bytes, and so does one that loads fragments (two rows of one point). The
+// exchange swaps the 64-byte halves of odd tiles' 128 bytes, so that two tiles stored together use
+// all banks (rows of 64 bytes need no swap). Lanes read 8 channels each: four lanes begin with the
+// low four channels, the next four lanes with the high four. Registers: sums 64, 128 (F(2x2)), 48,
+// 96 (F(4x4)); plus U and V in the loop; at most 252 of 255, or 158 of 168 with 12 warps an SM
+// (F(4x4) 16x32). The transform runs while no sums are live.
 //
-// Who waits for whom: one barrier after the transform; then two for each exchange, of two of the m
-// rows of outputs.
+// Who waits for whom: one barrier after the transform, then two for each exchange; an exchange
+// passes two of the m output rows.
 //
-// Refuses: V that does not fit shared memory (pkf_plan.cc); channels of a group that are not
+// Refuses: V that does not fit in shared memory (pkf_plan.cc); channels of a group that are not
 // multiples of 8.
 #ifndef JAXCONV_CUDA_WINOGRAD_PKF_SHMEM_CUH_
 #define JAXCONV_CUDA_WINOGRAD_PKF_SHMEM_CUH_
@@ -48,10 +48,10 @@
 
 namespace jaxconv::winograd {
 
-// The lane's rows of U in a point column, as bytes from the first point of a point row: the pointer
-// is then the same for all lanes and takes no registers of theirs. Columns past the last are the
-// last: what becomes of them is not stored. Channels past the last are the last eight of the same
-// filter: V is zero there.
+// The lane's rows of U in a point column, as byte offsets from the first point of a point row: the
+// pointer is then uniform and needs no register in each lane. Columns past the last are replaced by
+// the last; their results are not stored. Channels past the last are replaced by the last eight of
+// the same filter; V is zero there.
 template <class Tile>
 class FilterRows {
  public:
@@ -66,8 +66,8 @@ class FilterRows {
     }
   }
 
-  // The k-block moves the offsets and not a pointer that is common to them: sums of a row's offset
-  // and a point's would not change from block to block, and the compiler would keep them all.
+  // A k-block advances the offsets, not the common pointer: otherwise the sums of row and point
+  // offsets would be loop-invariant, and the compiler would keep them all in registers.
   __device__ __forceinline__ void Advance() {
     const int next = min(channel_ + kBlockChannels, last_);
 #pragma unroll
@@ -87,8 +87,9 @@ class FilterRows {
   int channel_, last_;
 };
 
-// M of a point column and Tile::kWarpN channels. v: the lane's fragment of the column's first
-// point. first_filter: bytes from U's beginning to that point of the group's first filter.
+// Computes M for a point column and Tile::kWarpN channels. v: the address of the lane's fragment at
+// the column's first point. first_filter: bytes from the start of U to that point of the group's
+// first filter.
 template <class Tile>
 __device__ __forceinline__ void MultiplyColumn(
     const PkfParams& params, uint32_t v, uint32_t first_filter, int first_column,
@@ -96,7 +97,7 @@ __device__ __forceinline__ void MultiplyColumn(
   FilterRows<Tile> rows(params.geometry, first_filter, first_column);
   const char* const filter = static_cast<const char*>(params.u);
   const int64_t row_bytes = Tile::kAlpha * params.u_point * 2;
-  // A set of fragments is loaded while the one before it is multiplied.
+  // A set of fragments is loaded while the previous one is multiplied.
   constexpr int kSets = Tile::kBlocksN / Tile::kSetBlocks;
   uint4 u[2][Tile::kSetBlocks];
   rows.template Load<0>(filter, u[0]);
@@ -108,7 +109,7 @@ __device__ __forceinline__ void MultiplyColumn(
       LoadPoint<Tile>(v + i * Tile::kAlpha * Tile::kTbM * 64, fragments);
       Unroll<kSets>([&](auto set) {
         constexpr int s = decltype(set)::value, kTurn = i * kSets + s;
-        // The last load of all is the last k-block's once more, and of no use.
+        // The very last load repeats the last k-block and is not used.
         constexpr int kNextRow = (s + 1 == kSets ? i + 1 : i) % Tile::kAlpha;
         if constexpr (kTurn + 1 == Tile::kAlpha * kSets) rows.Advance();
         rows.template Load<(s + 1) % kSets * Tile::kSetBlocks>(filter + kNextRow * row_bytes,

@@ -16,8 +16,8 @@
 namespace jaxconv::winograd {
 namespace {
 
-// An element's offset from the first one of its tile's row fits in 32 bits: tiles have at most
-// eight columns.
+// So that an element's offset within its tile's row fits in 32 bits: tiles have at most eight
+// columns.
 constexpr int64_t kMaxChannels = int64_t{1} << 27;
 
 // The layout of a filter that was prepared for the instance.
@@ -35,7 +35,7 @@ Status CheckFilter(const KernelDesc& kernel, const Instance& instance, const Con
     if (problem.filter_layout != wanted || (instance.axes == 1 && instance.m != 4)) {
       return Refuse("a filter prepared for the instance's tile", Name(problem.filter_layout));
     }
-    // The record holds float16 whatever the operands are.
+    // The record holds float16 for every operand type.
     plain.filter_layout = FilterLayout::kRsck;
     plain.w_dtype = kernel.dtype;
   }
@@ -90,7 +90,8 @@ Status DescribeGeometry(const ConvProblem& problem, const Instance& instance, Ge
   const int64_t tiles_w = CeilDiv(out[2], instance.m);
   g.tiles_h = FastDivmod(tiles_h);
   g.tiles_w = FastDivmod(tiles_w);
-  const int64_t tiles = problem.n * tiles_h * tiles_w;  // at most the pixels: RequireInt32
+  const int64_t tiles = problem.n * tiles_h * tiles_w;  // at most the number of pixels, which
+                                                        // RequireInt32 has tested
   g.tiles = static_cast<int32_t>(tiles);
   // Kernels count pairs of channels of a block of 64 over the tiles, and CTAs of any tile, in 32
   // bits.
@@ -147,7 +148,8 @@ constexpr int MaxCapability(const Instance& instance) {
   return instance.capability == 90 ? 90 : 1000;
 }
 
-// Products in float16 have a larger error than the tile's name stands for.
+// Instances with float16 products have no alias: their error exceeds the one documented for the
+// tile.
 const char* Alias(const Instance& instance) {
   if (instance.plan == PlanPingpongHalf) return "";
   if (instance.axes == 1) {

@@ -1,4 +1,4 @@
-// The products of the Winograd domain as sync_free.cuh and elementwise.cuh take them:
+// The products of the Winograd domain in sync_free.cuh and elementwise.cuh:
 //
 //     M[point][tile][group * cols + column] = sum over r of V[point][tile][group * reduction + r]
 //                                                           U[point][group * cols + column][r]
@@ -25,7 +25,7 @@ struct ProductsParams {
   int64_t ctas = 0;
 };
 
-// Of a chunk, for CTAs of tile_m tiles and tile_n columns, all points each.
+// The parameters of a chunk, for CTAs of tile_m tiles and tile_n columns at all points.
 inline ProductsParams DescribeProducts(const Products& products, int tile_m, int tile_n) {
   const Geometry& g = products.geometry;
   ProductsParams params;

@@ -9,14 +9,14 @@
 namespace jaxconv::winograd {
 namespace {
 
-// Of FP32 FMA's rate by elementwise.cuh, on an H200: 8 FMA stand beside 16 conversions and two
-// loads of 16 bytes a lane.
+// The share of the FP32 FMA rate that elementwise.cuh reaches on an H200: 8 FMA come with 16
+// conversions and two loads of 16 bytes a lane.
 constexpr double kElementwiseShare = 0.055;
-// Bytes that the sync-free GEMM loads in the time of a byte of DRAM, on an H200: L1 serves what
-// neighbouring CTAs share.
+// Bytes that the sync-free GEMM loads in the time of a DRAM byte, on an H200: L1 serves the rows
+// that neighbouring CTAs share.
 constexpr double kSyncFreeRate = 1.8;
 
-// A lane's offsets within a CTA's block of V and of U are 32 bits.
+// A lane's offsets within a CTA's block of V and U have 32 bits.
 Status CheckOffsets(const Instance& instance, const LaunchParams& launch) {
   const Geometry& g = launch.geometry;
   const int64_t largest =
@@ -28,16 +28,16 @@ Status CheckOffsets(const Instance& instance, const LaunchParams& launch) {
   return {};
 }
 
-// The stages in front and behind, and products that take `cycles` of an SM or move their operands
-// and M through memory.
+// The stages before and after the products, and the products: the longer of `cycles` of an SM and
+// their memory traffic.
 double Microseconds(const Gpu& gpu, const LaunchParams& launch, double cycles) {
   const double rate = StoredRate(gpu, launch);
   return FilterMicroseconds(launch, gpu) + TransformMicroseconds(launch, gpu, rate) +
          GemmMicroseconds(launch, gpu, cycles, rate);
 }
 
-// Every CTA loads its rows of V and U from L2, or issues its MMAs, whichever takes longer. All of
-// an SM's CTAs together have its rates.
+// A CTA takes the longer of loading its rows of V and U from L2 and issuing its MMAs. The CTAs of
+// an SM share its throughput.
 double SyncFreeMicroseconds(const Instance& instance, const Gpu& gpu, const LaunchParams& launch) {
   constexpr int kBlock = 32;  // channels
   const Geometry& g = launch.geometry;

@@ -10,7 +10,7 @@ namespace jaxconv::winograd {
 // All tiles at once.
 Status PlanSyncFree(const Instance& instance, const Gpu& gpu, LaunchParams* launch,
                     double* microseconds);
-// The seed's PKF-LLC: chunks of tiles whose V and M fit the GPU's L2, of at most kChunkBytes.
+// The seed's PKF-LLC: chunks of tiles whose V and M fit in the GPU's L2, at most kChunkBytes.
 Status PlanPkfLlc(const Instance& instance, const Gpu& gpu, LaunchParams* launch,
                   double* microseconds);
 Status PlanElementwise(const Instance& instance, const Gpu& gpu, LaunchParams* launch,

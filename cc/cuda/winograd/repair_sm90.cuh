@@ -1,9 +1,9 @@
-// Transforms once more, by its own power of two, what was transformed by a constant that does not
-// suit it (ScaleSource::assumed): activations and filters of bfloat16 of unusual magnitudes. Mostly
-// a warp reads the maxima, 2 KB for each operand, and its CTA ends.
+// Repeats the transform of operands whose constant scale (ScaleSource::assumed) does not suit them,
+// with their own power of two: bfloat16 activations and filters of unusual magnitudes. In most
+// calls a warp reads the maxima, 2 KB for each operand, and its CTA ends.
 //
-// A few CTAs an SM take the blocks of both transforms in turn, with the transforms' own code. V and
-// U then are what a pass for the maxima in front would have led to.
+// A few CTAs an SM process the blocks of both transforms round-robin, with the transforms' own
+// code. V and U then equal those after an amax pass.
 #ifndef JAXCONV_CUDA_WINOGRAD_REPAIR_SM90_CUH_
 #define JAXCONV_CUDA_WINOGRAD_REPAIR_SM90_CUH_
 
@@ -16,7 +16,7 @@ namespace jaxconv::winograd {
 struct RepairParams {
   InputTransformParams input;
   FilterTransformParams filter;
-  // CTAs that the transforms had; none of a prepared filter.
+  // The CTAs of the transforms; 0 for a prepared filter.
   int32_t input_blocks = 0, filter_blocks = 0;
 };
 

@@ -1,4 +1,4 @@
-// The transformed filter as fused_row_sm90.cuh reads it.
+// The layout of the transformed filter for fused_row_sm90.cuh.
 #ifndef JAXCONV_CUDA_WINOGRAD_ROW_FILTER_H_
 #define JAXCONV_CUDA_WINOGRAD_ROW_FILTER_H_
 
@@ -13,17 +13,17 @@ namespace jaxconv::winograd {
 //     [group][columns / 128][reduction / 32][filter row 3][point m + 2][128 columns / 8]
 //         [32 of the reduction / 8][8 columns][8 of the reduction]
 //
-// The last four axes are wgmma's operand B without a swizzle: matrices of 8 columns by 16 bytes. So
-// the points of a filter row and 32 of the reduction are one piece of contiguous memory, which TMA
-// brings at a full rate in boxes of rows of 512 bytes; rows of 64 bytes take 1.8 cycles each, more
-// than the products take (docs/notes/winograd.md).
+// The last four axes are wgmma's operand B without a swizzle: matrices of 8 columns by 16 bytes.
+// All points of a filter row and 32 of the reduction are therefore contiguous, and TMA loads them
+// at full throughput in boxes with rows of 512 bytes; rows of 64 bytes take 1.8 cycles each, longer
+// than the products (docs/notes/winograd.md).
 //
-// Columns 8 j + 2 t + e of 32 hold the output channels 8 t + 2 j + e. A thread of wgmma has columns
-// 8 j + 2 t and the next of every j, so it holds eight neighbouring channels, and stores 16 bytes
+// Columns 8 j + 2 t + e of 32 hold the output channels 8 t + 2 j + e. A wgmma thread holds columns
+// 8 j + 2 t and 8 j + 2 t + 1 for every j, hence eight neighbouring channels, and stores 16 bytes
 // from registers.
 //
-// Columns and the reduction are filled up to multiples of 128 and 32: with zeros where the
-// reduction ends (the kernel multiplies them), with anything where the columns end.
+// Columns and the reduction are padded to multiples of 128 and 32: the reduction with zeros, which
+// the kernel multiplies, the columns with arbitrary values.
 struct RowFilter {
   static constexpr int64_t kColumns = 128, kReduction = 32, kTaps = 3;
   static constexpr int64_t kPointElements = kColumns * kReduction;
@@ -37,12 +37,13 @@ struct RowFilter {
         column_blocks((columns + kColumns - 1) / kColumns),
         reduction_blocks((reduction + kReduction - 1) / kReduction) {}
 
-  // Of a group.
+  // Elements of a group.
   int64_t elements() const {
     return column_blocks * reduction_blocks * kTaps * points * kPointElements;
   }
 
-  // Of an element of group 0: filter row r, point, output channel k, channel c of the reduction.
+  // The offset of an element of group 0: filter row r, point, output channel k, channel c of the
+  // reduction.
   JAXCONV_HOST_DEVICE int64_t Offset(int32_t r, int32_t point, int32_t k, int32_t c) const {
     const int32_t column = k % 128 / 32 * 32 + k / 2 % 4 * 8 + k / 8 % 4 * 2 + k % 2;
     const int64_t block = ((k / 128 * reduction_blocks + c / 32) * kTaps + r) * points + point;

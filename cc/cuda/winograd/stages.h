@@ -1,7 +1,6 @@
-// The kernels in front of the products and behind them, which all forms share: they are compiled
-// once, for every tile and type: for all GPUs (stages.cu) and, of kernels that overlap their
-// neighbours in the stream, for sm_90a (stages_sm90.cu). Plain functions; pointers are the
-// device's.
+// The kernels before and after the products, which all forms share. They are compiled for every
+// tile and type, once for all GPUs (stages.cu) and once for sm_90a (stages_sm90.cu), where kernels
+// overlap their neighbours in the stream. Plain functions; pointers are device pointers.
 #ifndef JAXCONV_CUDA_WINOGRAD_STAGES_H_
 #define JAXCONV_CUDA_WINOGRAD_STAGES_H_
 
@@ -13,19 +12,19 @@
 
 namespace jaxconv::winograd {
 
-// Where the parts of a call lie. Those that the form does not store are not to be used.
+// The addresses of a call's arrays. Arrays that the form does not store are undefined.
 struct StagePointers {
   const void* input = nullptr;   // x, or dy
-  const void* filter = nullptr;  // as the caller stores it
+  const void* filter = nullptr;  // in the caller's layout
   void* output = nullptr;
-  const void* u = nullptr;  // float16, of the workspace or of a prepared filter
+  const void* u = nullptr;  // float16, in the workspace or in a prepared filter
   void* v = nullptr;        // float16
   void* m = nullptr;        // float32, or float16
   ScaleSource input_scale, filter_scale;
 };
 StagePointers Locate(const LaunchParams& launch, const Operands& operands);
 
-// One chunk's products to be made: M = V U^T at every point.
+// The products of one chunk: M = V U^T at every point.
 struct Products {
   const Geometry& geometry;
   const void* v = nullptr;
@@ -33,27 +32,26 @@ struct Products {
   float* m = nullptr;                     // nullptr where M is float16
   void* half_m = nullptr;                 // M in float16, times
   float half_scale = 1.0f;                // a power of two
-  ScaleSource input_scale, filter_scale;  // and what these left to it, of measured operands
+  ScaleSource input_scale, filter_scale;  // and the remainders of these scales (measured operands)
   int32_t points = 0;
   int32_t tiles = 0;                              // of the chunk
   int64_t v_point = 0, u_point = 0, m_point = 0;  // elements from a point to the next
 };
-// Of a chunk of `tiles` tiles: the points lie launch.chunk_tiles tiles apart.
+// For a chunk of `tiles` tiles; points lie launch.chunk_tiles tiles apart.
 Products ProductsOf(const LaunchParams& launch, const StagePointers& at, int32_t tiles);
 
-// The largest magnitudes of both operands (if they are scaled), and U; of a prepared filter only
-// the input's. Of measured operands the slots of the maxima are cleared, and the filter's are
-// taken.
+// Computes the largest magnitudes of scaled operands, and U; with a prepared filter only the
+// input's magnitude. For measured operands it clears the maxima and computes those of the filter.
 template <bool kOverlaps = false>
 Status LaunchFilterStage(const LaunchParams& launch, const StagePointers& at, void* stream);
-// V of the tiles from `first_tile` on.
+// Computes V for the tiles from `first_tile` on.
 template <bool kOverlaps = false>
 Status LaunchInputStage(const LaunchParams& launch, const StagePointers& at, int32_t first_tile,
                         int32_t tiles, void* stream);
-// V and U once more, behind both, where constant scales did not suit the operands. Of forms with
-// one chunk and launch.ctas; does nothing unless launch.assumes().
+// Recomputes V and U, after both transforms, where constant scales did not suit the operands. For
+// forms with one chunk and launch.ctas; does nothing unless launch.assumes().
 Status LaunchRepairStage(const LaunchParams& launch, const StagePointers& at, void* stream);
-// The output from M.
+// Computes the output from M.
 template <bool kOverlaps = false>
 Status LaunchOutputStage(const LaunchParams& launch, const StagePointers& at, int32_t first_tile,
                          int32_t tiles, void* stream);

@@ -8,25 +8,26 @@
 //     i = 0        warp 0: point (0, 0)   warp 1: point (0, 1)   ...   warp alpha - 1
 //     i = 1        warp 0: point (1, 0)   warp 1: point (1, 1)   ...
 //
-// No two warps share an operand, so no data passes through shared memory and no warp ever waits for
-// another. A warp loads its fragments from global memory, 16 bytes a lane (direct_fragments.cuh);
-// the fragments of the next k-block of 32 channels, across points too, are under way while those of
-// this one are multiplied. The seed's loop over channels is outside of that over rows, with the
-// sums of all rows in registers; here it is inside, because M goes to memory point by point.
+// No two warps share an operand, so no data passes through shared memory and no warp waits for
+// another. A warp loads its fragments from global memory, 16 bytes a lane (direct_fragments.cuh).
+// The fragments of the next k-block of 32 channels, across points too, are in flight while those of
+// this one are multiplied. In the seed the loop over channels encloses the loop over rows, with the
+// sums of all rows in registers; here it is the inner loop, because M goes to memory point by
+// point.
 //
-// TB_M x TB_N is made of the seed's WMMA shapes, each two m16n8k16:
+// TB_M x TB_N consists of the seed's WMMA shapes, each two m16n8k16:
 //     16x16x16   one block of 16 tiles, two of 8 channels
 //     32x8x16    two blocks of 16 tiles, one of 8 channels
 //     8x32x16    U as the operand of 16 rows: two blocks of 16 channels, one of 8 tiles
 // A k-block of TB_M x TB_N loads (TB_M + TB_N) * 64 bytes for TB_M TB_N / 128 instructions.
 //
-// Instances named pkf_llc (the seed's PKF-LLC-16 and -32, after their TB_M) run chunk by chunk of
-// tiles whose V and M fit L2 (products_plan.cc); those named sync_free take all tiles at once.
+// Instances named pkf_llc (the seed's PKF-LLC-16 and -32, after their TB_M) process chunks of tiles
+// whose V and M fit in L2 (products_plan.cc); those named sync_free process all tiles at once.
 //
-// Shared memory: none, so that all of it is L1 cache. Where C = K = 64, U of F(2x2) (131 KB) stays
-// there and V streams. Registers of the two sets of fragments and the sums: 160 at 32x64, 96 at
-// 32x32, 112 at 16x64; with addresses at most 234, 156 and 168. Two CTAs an SM, of 4 or 6 warps:
-// F(4x4) takes 168 at most.
+// Shared memory: none, so that all of it serves as L1. For C = K = 64, U of F(2x2) (131 KB) stays
+// in L1 and V streams. Registers of the two sets of fragments and the sums: 160 at 32x64, 96 at
+// 32x32, 112 at 16x64; with addresses at most 234, 156 and 168. Two CTAs of 4 or 6 warps share an
+// SM: F(4x4) uses at most 168.
 //
 // Refuses: reductions and columns of a group that are not multiples of 8, and blocks of V or U of
 // 2^31 elements.
@@ -63,12 +64,12 @@ struct WmmaTile {
   };
 };
 
-// The lane's rows of both operands, as offsets from the first of the CTA's block.
+// The lane's rows of both operands, as offsets from the first row of the CTA's block.
 template <class Tile>
 struct RowOffsets {
   int32_t a[Tile::kBlocksA][2], b[Tile::kBlocksB];
 
-  // Rows past the last are the last: what becomes of them is not stored.
+  // Rows past the last are replaced by the last; their results are not stored.
   __device__ __forceinline__ RowOffsets(const ProductsParams& params, int tiles, int columns) {
     const int g = threadIdx.x % 32 / 4;
     auto tile = [&](int row) { return min(row, tiles - 1) * params.v_row; };
@@ -101,8 +102,8 @@ __device__ __forceinline__ void LoadFragments(const RowOffsets<Tile>& rows, cons
   for (int i = 0; i < Tile::kBlocksB; ++i) to.b[i] = LoadEightChannels(b + rows.b[i], inside);
 }
 
-// In the order of the WMMA blocks, each k16 of one after the other block's: no two instructions in
-// a row add to the same sums.
+// Alternates between WMMA blocks for each k16, so that no two consecutive instructions add to the
+// same sums.
 template <class Tile>
 __device__ __forceinline__ void MultiplyFragments(const typename Tile::Fragments& from,
                                                   float (&acc)[Tile::kBlocksA][Tile::kBlocksB][4]) {
@@ -123,7 +124,7 @@ __device__ __forceinline__ void MultiplyFragments(const typename Tile::Fragments
   multiply(std::integral_constant<int, 1>());
 }
 
-// The sums of a point to M, four channels at a time, and zeros in their place.
+// Stores the sums of a point to M, four channels at a time, and clears them.
 template <class Tile>
 __device__ __forceinline__ void StoreProducts(const ProductsParams& params, float* m, int tiles,
                                               int columns,
@@ -189,7 +190,7 @@ __global__ void __launch_bounds__(Tag::kAlpha * 32, 2)
              int64_t{group} * params.cols + first_column;
   const RowOffsets<Tile> rows(params, tiles, columns);
 
-  // What is loaded next: channel `k` of the reduction at the point of v and u.
+  // The next load: channel `k` of the reduction, at the point of v and u.
   int k = 0;
   auto load = [&](typename Tile::Fragments& to) {
     const bool inside = k + eight < params.reduction;
@@ -212,7 +213,8 @@ __global__ void __launch_bounds__(Tag::kAlpha * 32, 2)
     StoreProducts<Tile>(params, m, tiles, columns, acc);
     m += kAlpha * params.m_point;
   };
-  // Two k-blocks a pass, so that the two sets of fragments need no copies. alpha is even.
+  // Two k-blocks a pass, so that the two sets of fragments need no copies between registers. alpha
+  // is even.
   typename Tile::Fragments even, odd;
   load(even);
 #pragma unroll 1

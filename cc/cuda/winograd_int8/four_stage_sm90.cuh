@@ -1,18 +1,18 @@
-// F(m x m, 3x3) of int8 operands in four stages, between which everything goes through memory:
+// F(m x m, 3x3) of int8 operands in four stages, which communicate through memory:
 //
 //     x [n][h][w][C] -- V = B^T d B ----> V int8, a scale of each tile and point
 //     w [K][3x3][C]  -- U = G g G^T ----> U int8, a scale of each output channel and point
 //     V, U           -- products -------> M float16
 //     M              -- Y = A^T M A ----> int32 sums -- epilogue --> y
 //
-// The products' epilogue multiplies a column's sums by u_scale and rounds them to float16, whose 11
-// bits show nowhere beside the 8 of V and U. A power of two keeps them below 2^15. The output's
-// transform multiplies by the tile's scales.
+// The products' epilogue multiplies a column's sums by u_scale and rounds them to float16; its 11
+// bits add no visible error to the 8 bits of V and U. A power of two keeps them below 2^15. The
+// output transform multiplies by the tile's scales.
 //
-// Bytes of a tile and channel, C = K, written and read: V 2 (m + 2)^2, M 4 (m + 2)^2; int32 sums
-// would double M's.
+// Bytes written and read for a tile and channel, with C = K: V 2 (m + 2)^2, M 4 (m + 2)^2; int32
+// sums would double those of M.
 //
-// Refused, with a reason (plan.cc): groups, other windows than 3x3 of stride 1, channels that are
+// Refused, with a reason (plan.cc): groups, windows other than 3x3 of stride 1, channels that are
 // no multiples of 32.
 #ifndef JAXCONV_CUDA_WINOGRAD_INT8_FOUR_STAGE_SM90_CUH_
 #define JAXCONV_CUDA_WINOGRAD_INT8_FOUR_STAGE_SM90_CUH_

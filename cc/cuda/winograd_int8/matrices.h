@@ -2,10 +2,10 @@
 // and U are exact in float32 before they are rounded to 8 bits.
 //
 // G of core/winograd.h divides by distances between points, which have factors 3 and 5 for m = 4.
-// They go from G's rows to A^T's columns, which are float32 constants, and the rows are balanced
-// anew: the magnitudes of a row add up to at most 1, so that no element of U exceeds the largest
+// These factors move from G's rows to A^T's columns, which are float32 constants, and the rows are
+// rebalanced: the magnitudes of a row add up to at most 1, so no element of U exceeds the largest
 // tap. Row i of B^T or G times an integer vector is a multiple of the row's unit, the largest power
-// of two that divides all of its coefficients.
+// of two that divides all its coefficients.
 #ifndef JAXCONV_CUDA_WINOGRAD_INT8_MATRICES_H_
 #define JAXCONV_CUDA_WINOGRAD_INT8_MATRICES_H_
 

@@ -1,8 +1,7 @@
-// What the kernels of winograd_int8 know of a problem. Plain data, made on the host without CUDA
-// headers.
+// The parameters of winograd_int8. Plain data, made on the host without CUDA headers.
 //
-// Tiles of m x m outputs are counted along W, then H, then images. Those at the lower and right
-// edge reach past the output: their inputs outside the image are zeros, their outputs are not
+// Tiles of m x m outputs are counted along W, then H, then images. Tiles at the lower and right
+// edge may reach past the output: inputs outside the image are zeros, outputs outside are not
 // stored.
 //
 // In memory, points counted row by row:
@@ -22,26 +21,27 @@
 namespace jaxconv::winograd_int8 {
 
 inline constexpr int kMaxPoints = 36;
-// Of the products: rows of V, and columns, of a CTA's tile; channels of a stage.
+// The products: rows of V, and columns, in a CTA's tile; channels in a stage.
 inline constexpr int kProductsRows = 128, kProductsChannels = 128;
-// CTAs of a cluster: they have neighbouring rows and the same columns.
+// CTAs of a cluster, with neighbouring rows and the same columns.
 inline constexpr int kProductsCtas = 2;
 // Channels of a thread in the transforms to V and U: a word of int8.
 inline constexpr int kWordChannels = 4;
-// Threads that share a row of channels, at most: a thread holds its channels' points in registers.
+// The most threads that share a row of channels; a thread holds its channels' points in registers.
 template <int m>
 inline constexpr int kMaxLanes = m == 2 ? 512 : 320;
-// Of a CTA with shorter rows; eight lanes are the 32 channels that a row has at least.
+// The threads of a CTA with shorter rows. A row has at least 32 channels, hence eight lanes.
 inline constexpr int kShortRowThreads = 128, kMaxRows = kShortRowThreads / 8;
 
-// How a CTA's threads cover rows of channels, which are quantised together at each point.
+// The assignment of rows of channels to a CTA's threads; a row is quantised as a whole at each
+// point.
 struct Rows {
   int32_t rows = 0;   // of all CTAs
   int32_t words = 0;  // of a row
   int32_t rows_of_cta = 1;
   int32_t passes = 1;           // of a CTA over its rows
   FastDivmod lanes;             // threads of a row
-  float unit[kMaxPoints] = {};  // the smallest scale of a point: below it nothing is rounded
+  float unit[kMaxPoints] = {};  // the smallest scale of a point; with it nothing is rounded
 
   int32_t threads() const {
     return (rows_of_cta * static_cast<int32_t>(lanes.divisor) + 31) / 32 * 32;
@@ -54,11 +54,11 @@ struct InputParams {
   const int8_t* x = nullptr;
   int8_t* v = nullptr;
   float* v_scale = nullptr;
-  float exponent = 1.0f;  // 2^exponent, which v_scale is multiplied by
+  float exponent = 1.0f;  // 2^exponent, a factor of v_scale
   int32_t channels = 0;
   int32_t in_h = 0, in_w = 0, pad_h = 0, pad_w = 0;
   FastDivmod tiles_h, tiles_w;
-  // Of x, in elements: from a pixel to the next, to the next 32 channels, to the next image.
+  // Strides of x in elements: to the next pixel, to the next 32 channels, to the next image.
   int32_t pixel_stride = 0;
   int64_t block_stride = 0, image_stride = 0;
 };
@@ -68,7 +68,7 @@ struct FilterParams {
   const int8_t* w = nullptr;
   int8_t* u = nullptr;
   float* u_scale = nullptr;
-  float exponent = 1.0f;  // 2^-exponent, which u_scale is multiplied by
+  float exponent = 1.0f;  // 2^-exponent, a factor of u_scale
   int32_t channels = 0;
   int32_t row_stride = 0;  // of the packed filter, and within a row:
   int32_t tap_stride = 0, block_stride = 0;

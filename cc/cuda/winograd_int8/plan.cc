@@ -17,7 +17,7 @@ struct Instance {
 };
 
 constexpr int64_t kAlignment = 1024;
-// M times its power of two is below 2^15, and so below float16's largest number.
+// M times its power of two is below 2^15, hence below float16's largest number.
 constexpr int kHalfExponent = 15;
 constexpr int64_t kMaxTiles = int64_t{1} << 26;
 
@@ -77,14 +77,15 @@ Status DescribeProducts(const ConvProblem& problem, int64_t tiles, int64_t point
   return {};
 }
 
-// The predicted time, within a fifth of those of 12 layers on an H200. An SM takes so many cycles
-// for a thread of a transform, four channels of a row, and for an output of the products beside
-// their multiply-adds; the output's transform reaches a share of DRAM's rate.
+// The predicted time, within a fifth of the measured times of 12 layers on an H200: SM cycles for a
+// transform thread (four channels of a row), SM cycles for an output of the products apart from
+// multiply-adds, and the share of DRAM rate of the output transform.
 struct Cost {
   double input_cycles, filter_cycles, output_dram_share;
 };
 constexpr Cost kCosts[2] = {{11.1, 16, 0.9}, {34, 28, 0.6}};  // m = 2, 4
-constexpr double kProductsShare = 0.9, kInt8Rate = 2;         // of the tensor cores, of 16 bits
+constexpr double kProductsShare = 0.9, kInt8Rate = 2;         // share of the tensor cores'
+                                                              // throughput; relative to 16 bits
 constexpr double kProductCycles = 0.17;
 
 double PredictMicroseconds(int64_t m, const ConvProblem& problem, int64_t tiles, const Gpu& gpu) {
@@ -125,7 +126,7 @@ Status MakePlan(const KernelDesc& kernel, const ConvProblem& problem, const Gpu&
   const int64_t lanes = m == 2 ? kMaxLanes<2> : kMaxLanes<4>;
   SetLanes(tiles, problem.c, lanes, &input.rows);
   SetLanes(problem.k, problem.c, lanes, &filter.rows);
-  // |V| and |U| are at most 127 times 127 in all, C of them.
+  // A sum has C products of at most 127 * 127.
   int exponent = 0;
   while (std::ldexp(1.0, exponent + kHalfExponent) <
          128.0 * 128.0 * static_cast<double>(problem.c)) {

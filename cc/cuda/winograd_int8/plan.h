@@ -1,5 +1,5 @@
-// winograd_int8: 3x3 convolutions of int8 operands by minimal filtering, V and U in 8 bits. Plain
-// C++. Not exact, so chosen on request only.
+// winograd_int8: 3x3 convolutions of int8 operands by minimal filtering, with V and U in 8 bits.
+// Not exact, so it runs on request only. Plain C++.
 #ifndef JAXCONV_CUDA_WINOGRAD_INT8_PLAN_H_
 #define JAXCONV_CUDA_WINOGRAD_INT8_PLAN_H_
 

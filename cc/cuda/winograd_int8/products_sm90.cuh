@@ -2,16 +2,16 @@
 //
 //     M[point][tile, k] = float16( u_scale[point][k] * sum over c of V[point][tile, c] U[point][k, c] )
 //
-// A CTA has 128 x 128 of M at a time, of C in blocks of 128, by turns (common/turns_gemm_sm90.cuh):
-// one consumer scales, rounds and stores while the other multiplies. A tile takes 64 bytes for
-// every cycle of the tensor cores, and L2 gives an SM about 45: so the two CTAs of a cluster, which
-// have neighbouring rows, bring half of U each to both, 48 bytes a cycle. Columns are the fastest
-// digit of a tile's index, then rows, then points, so that what is under way has few points, whose
-// V and U are read from DRAM once.
+// A CTA computes 128 x 128 of M at a time, with C in blocks of 128, in pingpong
+// (common/turns_gemm_sm90.cuh): one consumer scales, rounds and stores while the other multiplies.
+// A tile needs 64 bytes for every cycle of the tensor cores; L2 delivers to an SM about 45. The two
+// CTAs of a cluster have neighbouring rows, so each multicasts half of U: 48 bytes a cycle. Columns
+// are the fastest digit of a tile's index, then rows, then points. The tiles in flight therefore
+// belong to few points, whose V and U are read from DRAM once.
 //
 // A stage is 128 rows of V and of U by 128 channels, 16 KB each, with the swizzle of 128 bytes. TMA
-// fills up with zeros where tiles or channels end; past a point's last output channel it reads the
-// next point's rows of U, whose columns are not stored. Shared memory: 6 stages, 192 KB. Registers
+// fills in zeros past the last tile and channel. Past a point's last output channel it reads the
+// next point's rows of U; those columns are not stored. Shared memory: 6 stages, 192 KB. Registers
 // of a consumer: 128 accumulators.
 //
 // The box of U brings 32 rows in the order 0 1 8 9 16 17 24 25 2 3 ..., so that a thread, which
@@ -52,7 +52,7 @@ struct ProductsMaps {
   CUtensorMap v, u;  // (c, tile, point); (c, 2 rows, 4 steps of 8 rows, 4 steps of 2, 32 rows)
 };
 
-// Where a tile of M begins.
+// The start of a tile of M.
 struct ProductsPlace {
   int32_t column, row, point;
   __device__ __forceinline__ ProductsPlace(const ProductsParams& params, int32_t index,
@@ -64,7 +64,7 @@ struct ProductsPlace {
   }
 };
 
-// The copies of a CTA, for turns_gemm_sm90.cuh.
+// A CTA's loads, for turns_gemm_sm90.cuh.
 struct ProductsLoads {
   const ProductsParams& params;
   const ProductsMaps& maps;
@@ -82,7 +82,7 @@ struct ProductsLoads {
              rank * (ProductsTile::kOperandBytes / kProductsCtas)) {}
 
   __device__ __forceinline__ void Begin(int32_t tile) {
-    constexpr int kBlocks = ProductsTile::kRows / 32 / kProductsCtas;  // of U, brought to both
+    constexpr int kBlocks = ProductsTile::kRows / 32 / kProductsCtas;  // of U, multicast to both
     const ProductsPlace place(params, tile, rank);
     row = place.row;
     point = place.point;
@@ -96,7 +96,7 @@ struct ProductsLoads {
   }
 };
 
-// The accumulators of 64 rows -> M; `row`: the thread's first.
+// Stores the accumulators of 64 rows to M; `row`: the thread's first row.
 __device__ __forceinline__ void StoreProducts(const ProductsParams& params,
                                               const ProductsPlace& place, int32_t row,
                                               const int32_t (&acc)[64]) {

@@ -1,13 +1,14 @@
-// Rows of channels in the Winograd domain -> 8 bits, with a scale of each row and point: what the
-// transforms of the input (a row is a tile) and of the filter (a row is an output channel) share.
+// Quantises rows of channels in the Winograd domain to 8 bits, with a scale for each row and point.
+// Shared by the transforms of the input (a row is a tile) and of the filter (a row is an output
+// channel).
 //
-// A thread has four neighbouring channels of a row, all points of which it computes in float32,
-// exactly, and holds in float16. The scale is the larger of unit and max / 127, with max the
-// largest magnitude of a row at a point: where it is the unit, nothing was rounded. Eight lanes,
-// which have 32 channels, find their maximum by shuffles that halve the points a lane holds each
-// time; from there on shared memory's atomics.
+// A thread has four neighbouring channels of a row. It computes all their points exactly in float32
+// and holds them in float16. The scale is max(unit, max / 127), where max is the largest magnitude
+// of a row at a point; if the scale is the unit, nothing is rounded. Eight lanes, which have 32
+// channels, find their maximum by shuffles, each of which halves the points that a lane holds;
+// atomics in shared memory do the rest.
 //
-// Rows longer than a CTA are transformed twice: for the maximum, and for the bytes.
+// Rows longer than a CTA are transformed twice: first for the maximum, then for the bytes.
 #ifndef JAXCONV_CUDA_WINOGRAD_INT8_QUANTISED_ROWS_CUH_
 #define JAXCONV_CUDA_WINOGRAD_INT8_QUANTISED_ROWS_CUH_
 
@@ -24,11 +25,11 @@ namespace jaxconv::winograd_int8 {
 
 template <int kPoints>
 struct RowScales {
-  uint32_t largest[kMaxRows][kPoints];  // bits of float32, in the order of the numbers
+  uint32_t largest[kMaxRows][kPoints];  // float32 bits, which order like the numbers
   float factor[kMaxRows][kPoints];      // 1 / scale
 };
 
-// The maxima of two lanes that differ in `kBit`: each keeps those of half of the pairs.
+// The maxima over two lanes that differ in `kBit`; each keeps half of the pairs.
 template <int kBit, int kCount, int kAll>
 __device__ __forceinline__ void HalveMaxima(__half2 (&pairs)[kAll]) {
   static_assert(kCount % 2 == 0);
@@ -47,13 +48,13 @@ __device__ __forceinline__ void HalveMaxima(__half2 (&pairs)[kAll]) {
   }
 }
 
-// A byte of two's complement in each word's low end -> one word.
+// Packs the low byte of each word into one word.
 __device__ __forceinline__ uint32_t PackLowBytes(const uint32_t (&word)[4]) {
   return __byte_perm(__byte_perm(word[0], word[1], 0x0040), __byte_perm(word[2], word[3], 0x0040),
                      0x5410);
 }
 
-// Where a thread is in a pass. Made anew where it is needed: the transform needs the registers.
+// A thread's position in a pass. Recomputed at each use, because the transform needs the registers.
 struct RowPlace {
   int32_t slot, row, word;
   bool inside;
@@ -66,9 +67,9 @@ struct RowPlace {
   }
 };
 
-// load(row, word, words): what a thread reads of a row. transform(words, c, values): the points of
-// channels c and c + 1 of four. store_scale(row, point, scale). The bytes go to `out`, [point][row]
-// [channel].
+// load(row, word, words) reads a thread's words of a row. transform(words, c, values) computes the
+// points of channels c and c + 1 of four. store_scale(row, point, scale). The bytes go to `out`,
+// [point][row] [channel].
 template <int kPoints, int kWords, typename Load, typename Transform, typename StoreScale>
 __device__ __forceinline__ void QuantiseRows(const Rows& rows, RowScales<kPoints>* scales,
                                              Load load, Transform transform, StoreScale store_scale,
@@ -87,7 +88,7 @@ __device__ __forceinline__ void QuantiseRows(const Rows& rows, RowScales<kPoints
     load(place.row, place.word, words);
 #pragma unroll
     for (int c = 0; c < kWordChannels; c += 2) {
-      if (c > 0) {  // Or both pairs' bytes are unpacked in front of the first's transform.
+      if (c > 0) {  // Otherwise the compiler unpacks both pairs' bytes before the first transform.
 #pragma unroll
         for (uint32_t& word_of : words) word_of = ComputedHere(static_cast<int>(word_of));
       }
@@ -158,7 +159,7 @@ __device__ __forceinline__ void QuantiseRows(const Rows& rows, RowScales<kPoints
 #pragma unroll
       for (int c = 0; c < kWordChannels; ++c) {
         const float2 both = __half22float2(value[c][p / 2]);
-        // 1.5 * 2^23 more: the sum is rounded to an integer, whose byte is the low one.
+        // Adding 1.5 * 2^23 rounds to an integer, whose low byte is the result.
         bits[c] = __float_as_uint(fmaf(p % 2 == 0 ? both.x : both.y, factor, 12582912.0f));
       }
       *reinterpret_cast<uint32_t*>(to) = PackLowBytes(bits);

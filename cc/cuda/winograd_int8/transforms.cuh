@@ -1,12 +1,12 @@
 // The transforms of winograd_int8: x -> V, w -> U (quantised_rows.cuh), and M -> y.
 //
-// Input: a thread has four channels of a tile, (m + 2)^2 loads of a word, and a warp stores lines
-// of 128 bytes at each point. Filter: the same of an output channel's nine taps.
+// Input: a thread has four channels of a tile, with (m + 2)^2 loads of a word; a warp stores lines
+// of 128 bytes at each point. Filter: the same for the nine taps of an output channel.
 //
-// Output: a thread has two neighbouring channels of a tile, (m + 2)^2 loads of 4 bytes, and leaves
-// its m^2 sums, rounded to int32, in shared memory (16 KB for m = 4, 4 KB for m = 2). Behind a
-// barrier it takes eight neighbouring channels of m^2 / 4 pixels to the epilogue of the int8
-// families. Where V and U were not rounded, and M neither, these sums are those of the definition.
+// Output: a thread has two neighbouring channels of a tile, with (m + 2)^2 loads of 4 bytes, and
+// stores its m^2 sums, rounded to int32, in shared memory (16 KB for m = 4, 4 KB for m = 2). After
+// a barrier it passes eight neighbouring channels of m^2 / 4 pixels to the epilogue of the int8
+// families. If V, U and M needed no rounding, these sums equal the definition's.
 #ifndef JAXCONV_CUDA_WINOGRAD_INT8_TRANSFORMS_CUH_
 #define JAXCONV_CUDA_WINOGRAD_INT8_TRANSFORMS_CUH_
 
@@ -39,8 +39,8 @@ __device__ __forceinline__ float ByteOf(uint32_t word, int byte) {
   return requantize_internal::ByteAsFloat<true>(word, byte, 0x4b000000);
 }
 
-// Bytes `c` and the next of a word. A byte is the low end of 1024's mantissa, whose number is
-// subtracted, exactly.
+// Bytes c and c + 1 of a word. A byte is placed in the low mantissa bits of 1024, and 1024 is
+// subtracted, which is exact.
 __device__ __forceinline__ __half2 PairOf(uint32_t word, int c) {
   const uint32_t bits = __byte_perm(word ^ 0x80808080u, 0x64646464u, 0x4040 | (c + 1) << 8 | c);
   __half2 pair;
@@ -74,8 +74,8 @@ __global__ void __launch_bounds__(kMaxLanes<m>, 1)
     }
   };
   auto transform = [](const uint32_t (&words)[kPoints], int c, float (&value)[2][kPoints]) {
-    // Down the columns in float16: of the two channels at once, and exact, since all sums have
-    // less than 11 bits.
+    // The transform along the columns in float16, on two channels at once; it is exact, because all
+    // sums have less than 11 bits.
     __half2 half[kAlpha][kAlpha];
 #pragma unroll
     for (int j = 0; j < kAlpha; ++j) {
@@ -237,7 +237,7 @@ __global__ void __launch_bounds__(kOutputThreads, m == 2 ? 8 : 4)
   int32_t own[kPixels][8];
 #pragma unroll
   for (int q = 0; q < kPixels; ++q) {
-    const int32_t index = threadIdx.x / octets + q * step;  // of the CTA's pixels, tile by tile
+    const int32_t index = threadIdx.x / octets + q * step;  // among the CTA's pixels, tile by tile
     const int32_t tile_index = first_tile + index / (m * m), pixel = index % (m * m);
     const Tile tile(params.tiles_h, params.tiles_w, tile_index);
     const int32_t h = tile.row * m + pixel / m, w = tile.column * m + pixel % m;

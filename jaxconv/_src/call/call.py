@@ -1,9 +1,9 @@
-"""From a primitive to its kernel: one way for every convolution that the library has kernels of.
+"""From a primitive to its kernel: the common path of all convolutions with kernels.
 
-A primitive's static parameters make a ``Call``. What they have in common is here: the check while
-tracing, selection's outcome, sharding, the custom call, the operations of XLA where no kernel fits,
-and the record of all that. What a primitive adds is a subclass: its arrays, its problem key and its
-definition in operations of JAX.
+A primitive's static parameters form a ``Call``. The base class has the common parts: the check at
+trace time, selection, sharding, the custom call, the XLA operations if no kernel fits, and the
+record of these. A subclass has a primitive's own parts: its arrays, its problem key and its
+definition in JAX operations.
 """
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ from jaxconv._src.sharding.partition import SPATIAL, Part, Split, Tensors
 
 _log = logging.getLogger("jaxconv")
 
-Selected = tuple[native.Selection, str]  # and the problem key, "" where there is none
+Selected = tuple[native.Selection, str]  # and the problem key, "" if there is none
 
 
 class Call(partition.Splittable):
     """A convolution primitive with its static parameters; a frozen dataclass of these.
 
     Attributes:
-        op: which of the three operations.
-        out_dtype: dtype of the first result.
-        subject: what errors call the operation.
-        demands: the algorithms that every call of the kind can meet.
-        fused: whether it has an epilogue, without which ``apart`` computes it.
+        op: one of the three operations.
+        out_dtype: the dtype of the first result.
+        subject: the operation's name in errors.
+        demands: the algorithms that every call of this kind accepts.
+        fused: whether it has an epilogue, which ``apart`` computes separately.
     """
 
     if TYPE_CHECKING:
@@ -63,18 +63,18 @@ class Call(partition.Splittable):
 
     @property
     def words(self) -> Sequence[str]:
-        """Of the epilogue, as in the problem key, for ``explain``."""
+        """The words of the epilogue, as in the problem key, for ``explain``."""
         return ()
 
     @property
     def even(self) -> bool:
-        """Whether devices have to compute parts of equal size."""
+        """Whether devices must compute parts of equal size."""
         return False
 
     @property
     @abc.abstractmethod
     def primitive(self) -> Primitive:
-        """That the parameters are of."""
+        """The primitive that has these parameters."""
 
     @property
     @abc.abstractmethod
@@ -83,23 +83,23 @@ class Call(partition.Splittable):
 
     @abc.abstractmethod
     def with_conv(self, conv: ConvSpec) -> Call:
-        """The same for another convolution."""
+        """The same call with another convolution."""
 
     @property
     def algorithm(self) -> str:
-        """What is demanded."""
+        """The demanded algorithm."""
         return self.conv.algorithm_of(self.op)
 
     def demanding(self, algorithm: str) -> Call:
         return self.with_conv(dataclasses.replace(self.conv, algorithm=(algorithm,) * 3))
 
     def sizes(self, lhs_shape: Sequence[int], rhs_shape: Sequence[int]) -> Sizes:
-        """The extents of the convolution of operands of these shapes."""
+        """The extents of the convolution for operands of these shapes."""
         return self.conv.sizes(self.op, lhs_shape, rhs_shape)
 
     @abc.abstractmethod
     def tensors(self, *shapes: Sequence[int]) -> Tensors:
-        """The operands, of these shapes, and the results.
+        """The operands, with these shapes, and the results.
 
         The first two operands and the first result are those of the convolution.
         """
@@ -111,7 +111,7 @@ class Call(partition.Splittable):
         return list(found) if self.primitive.multiple_results else [found]
 
     def on_device(self, part: Part, *operands: jax.Array) -> list[jax.Array]:
-        """One device's results, of operands that have all rows it reads."""
+        """One device's results, from operands with all rows that it reads."""
         return [partition.sum_over(each, part.summed) for each in part.compute(*operands)]
 
     def choose_split(
@@ -126,7 +126,7 @@ class Call(partition.Splittable):
     def on_devices(
         self, tensors: Tensors, split: Split, mesh: Mapping[str, int], *operands: jax.Array
     ) -> list[jax.Array]:
-        """Rows are exchanged, and partial sums are added."""
+        """One device's results, with an exchange of rows and a sum of partial results."""
         part = Part.of(self, tensors, split, mesh)
         lhs, rhs, *terms = operands
         return self.on_device(part, *part.exchanged(lhs, rhs), *terms)
@@ -135,14 +135,14 @@ class Call(partition.Splittable):
 
     @abc.abstractmethod
     def select(self, platform: str, sizes: Sizes, dtype: np.dtype) -> Selected:
-        """Chooses how to compute the call on one platform, of operands of this dtype.
+        """Chooses how to compute the call on one platform, for operands of this dtype.
 
         Raises:
-            ValueError: the demanded algorithm is not known there.
+            ValueError: the platform does not know the demanded algorithm.
         """
 
     def select_beforehand(self, platform: str, sizes: Sizes, dtype: np.dtype) -> Selected:
-        """``select`` for the same convolution of an input that was dilated and cropped before."""
+        """``select`` for the same convolution of an input dilated and cropped beforehand."""
         if self.conv.symbolic:
             return native.Selection(None), ""
         explicit = explicit_input(self.conv)
@@ -154,7 +154,7 @@ class Call(partition.Splittable):
         return self.with_conv(explicit).select(platform, sizes, dtype)
 
     def beforehand(self, *operands: jax.Array) -> list[jax.Array]:
-        """The call with x dilated and cropped by operations of its own, or dx by their inverse."""
+        """The call with x dilated and cropped by separate operations, or dx by their inverse."""
         call = self.with_conv(explicit_input(self.conv))
         arrays, results = self.tensors(*(operand.shape for operand in operands))
         x = results[0] if self.op is Op.DGRAD else arrays[0]
@@ -175,7 +175,7 @@ class Call(partition.Splittable):
         return call.bind(padded, *operands[1:])
 
     def apart(self, *operands: jax.Array) -> list[jax.Array]:
-        """The results of a fused call by one without its epilogue, and operations of JAX."""
+        """The results of a fused call, from one without epilogue and JAX operations."""
         raise NotImplementedError
 
     def without_epilogue(self) -> Call | None:
@@ -184,18 +184,18 @@ class Call(partition.Splittable):
 
     @abc.abstractmethod
     def definition(self, platform: str | None, in_jax: bool) -> Callable[..., Any]:
-        """The result in operations of JAX: by the demanded algorithm if it is ``in_jax``."""
+        """The result in JAX operations; with ``in_jax``, by the demanded algorithm."""
 
     @property
     def in_64_bits(self) -> bool:
-        """Whether the definition has 64-bit types, whatever JAX is set to."""
+        """Whether the definition has 64-bit types, independent of JAX's setting."""
         return False
 
     def in_jax_elsewhere(self, sizes: Sizes, dtype: np.dtype) -> bool:
         """Whether the demanded algorithm is written in JAX, on a platform without kernels.
 
         Raises:
-            ValueError: the algorithm does not take the problem.
+            ValueError: the algorithm does not accept the problem.
         """
         return False
 
@@ -209,21 +209,21 @@ class Call(partition.Splittable):
     @property
     @abc.abstractmethod
     def names(self) -> tuple[Sequence[str], Sequence[str]]:
-        """What ``cc/ffi/arrays.h`` calls the operands and the results."""
+        """The names of operands and results in ``cc/ffi/arrays.h``."""
 
     def layouts(self, chosen: native.Selection) -> Mapping[str, Sequence[int]]:
         """Minor-to-major by name, for arrays that are not row-major."""
         return {}
 
     def attributes(self) -> Mapping[str, Any]:
-        """What the handler reads besides the plan."""
+        """The attributes that the handler reads in addition to the plan."""
         return {}
 
     def emit(self, platform: str, ctx, chosen: native.Selection, key: str, operands: Sequence):
         """The custom call on the chosen instance.
 
-        The arrays keep their axis order: the kernels' channels-last storage is asked of XLA as a
-        layout constraint. The workspace is another result of the call, dropped here.
+        The arrays keep their axis order; a layout constraint makes XLA store them channels-last.
+        The workspace is another result of the call, which is dropped here.
         """
         of_operands, of_results = self.names
         results = custom_call.lowered(
@@ -243,13 +243,13 @@ class Call(partition.Splittable):
 
 
 def check(call: Call, lhs_shape: Sequence[int], rhs_shape: Sequence[int], dtype: np.dtype) -> None:
-    """Refuses, while tracing, a demanded algorithm that no platform could run.
+    """Refuses, at trace time, a demanded algorithm that no platform can run.
 
-    Which platform the program will run on is not known yet, so an algorithm passes when one of them
-    takes it; lowering checks again for its own.
+    The platform is not known yet, so an algorithm passes if one platform accepts it; lowering
+    checks again for its platform.
 
     Raises:
-        ValueError: with every kernel's reason, and the algorithms that would serve.
+        ValueError: with every kernel's reason, and the algorithms that would work.
     """
     sizes = call.sizes(lhs_shape, rhs_shape)
     if _is_met(call, sizes):
@@ -273,7 +273,7 @@ def check(call: Call, lhs_shape: Sequence[int], rhs_shape: Sequence[int], dtype:
 
 
 def _is_met(call: Call, sizes: Sizes) -> bool:
-    """Whether what is demanded can be met, of whatever problem."""
+    """Whether the demanded algorithm accepts every problem."""
     demanded = call.algorithm not in call.demands and selection.applies(call.algorithm, call.op)
     return not demanded or sizes.empty
 
@@ -281,11 +281,11 @@ def _is_met(call: Call, sizes: Sizes) -> bool:
 def _refusal(
     call: Call, key: str, sizes: Sizes, dtype: np.dtype, refusals: Sequence[native.Refusal]
 ) -> ValueError:
-    """The error for a demanded algorithm that cannot serve: why, and which ones would."""
+    """The error for a demanded algorithm that cannot be used: why, and the alternatives."""
     accepting = [selection.XLA]
     for platform, families in selection.families().items():
         for name in families:
-            with contextlib.suppress(ValueError):  # a problem that the library cannot read
+            with contextlib.suppress(ValueError):  # the library may not be able to read the problem
                 chosen, _ = call.demanding(name).select(platform, sizes, dtype)
                 if chosen.instance:
                     accepting.append(f"{name} ({platform})")
@@ -299,10 +299,10 @@ def _refusal(
 
 
 def lower(kind: Callable[..., Call], platform: str, ctx, *operands, **parameters):
-    """Lowers to one custom call on the chosen instance, or to XLA's operations, saying why.
+    """Lowers to a custom call on the chosen instance, or to XLA operations, and records why.
 
     Raises:
-        ValueError: the demanded algorithm does not take the problem on this platform.
+        ValueError: the demanded algorithm does not accept the problem on this platform.
     """
     call = kind(**parameters)
     lhs, rhs = ctx.avals_in[:2]
@@ -350,10 +350,10 @@ def lower(kind: Callable[..., Call], platform: str, ctx, *operands, **parameters
 
 
 def lower_elsewhere(kind: Callable[..., Call], ctx, *operands, **parameters):
-    """Lowers on a platform for which no kernel is built.
+    """Lowers on a platform without kernels.
 
     Raises:
-        ValueError: the demanded algorithm, one in JAX, does not take the problem.
+        ValueError: the demanded algorithm, written in JAX, does not accept the problem.
     """
     call = kind(**parameters)
     if call.fused:
@@ -364,9 +364,9 @@ def lower_elsewhere(kind: Callable[..., Call], ctx, *operands, **parameters):
 
 
 def _lower_definition(call: Call, ctx, operands, platform: str | None, in_jax: bool):
-    """Lowers to operations of JAX, whose convolutions stay lax's."""
+    """Lowers to JAX operations, whose convolutions stay lax's."""
     define = call.definition(platform, in_jax)
-    # XLA's partitioner comes here in a thread of its own, without the caller's `enable_x64`.
+    # XLA's partitioner calls this in another thread, without the caller's `enable_x64`.
     known = jax.dtypes.canonicalize_dtype(call.out_dtype) == call.out_dtype
     wide = jax.enable_x64(True) if call.in_64_bits or not known else contextlib.nullcontext()
     with override_state.left_to_lax(), record.paused(), wide:
@@ -376,7 +376,7 @@ def _lower_definition(call: Call, ctx, operands, platform: str | None, in_jax: b
 def register(
     primitive: Primitive, kind: Callable[..., Call], *, shapes: Callable, batch: Callable
 ) -> None:
-    """``rules.register`` of a primitive whose parameters make a call of this kind."""
+    """``rules.register`` for a primitive whose parameters form a call of this kind."""
     rules.register(
         primitive,
         shapes=shapes,

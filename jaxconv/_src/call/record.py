@@ -1,4 +1,4 @@
-"""What lowering decided, kept for whoever asks: ``explain`` and the tests."""
+"""Records the decisions of lowering for ``explain`` and the tests."""
 
 from __future__ import annotations
 
@@ -15,38 +15,39 @@ from jaxconv._src.ways import winograd_jax
 
 @dataclasses.dataclass(frozen=True)
 class Convolution:
-    """One convolution of a lowered program, and what became of it.
+    """One convolution of a lowered program, and how it was lowered.
 
     Attributes:
         op: "fprop", "dgrad" or "wgrad", its canonical form.
         operands: dtype and shape of both operands, such as "f32[8,28,28,64]".
         result: dtype and shape of the result.
         platform: "cpu" or "cuda".
-        problem: the problem key, or "" where no kernel came into question; it says "krsc"
-            where the kernel reads the filter so, as it lies, and ends in the epilogue's terms.
+        problem: the problem key, or "" if there was no candidate; it contains "krsc" if the kernel
+            reads a filter stored in that order, and ends with the epilogue's terms.
         precision: the demanded precision, "default", "high" or "highest".
-        instance: the kernel instance, or None where XLA computes it.
-        microseconds: predicted time of the instance or, where XLA is predicted to be faster, of
-            the fastest kernel; 0 where no kernel accepts the problem or none is predicted.
-        xla_microseconds: predicted time of XLA's own convolution; 0 where unknown.
-        workspace_bytes: memory that the kernel needs beside its operands and result.
+        instance: the kernel instance, or None if XLA computes it.
+        microseconds: predicted time of the instance or, if XLA is predicted to be faster, of the
+            fastest kernel; 0 if no kernel accepts the problem or there is no prediction.
+        xla_microseconds: predicted time of XLA's own convolution; 0 if unknown.
+        workspace_bytes: memory that the kernel needs in addition to its operands and result.
         flops: multiplications and additions by definition, padding counted.
         bytes: size of all operands and the result.
-        refusals: for one left to XLA, each refusing kernel and its reason, or "xla" and both
-            predictions where a kernel accepts the problem and XLA is predicted to be faster.
-        declined: why the algorithm that ``install`` or ``override`` asks for does not compute it,
-            and ``auto`` chose; empty where it does.
-        source: file, line and function of the user's code; a model library's where none called it.
+        refusals: if XLA computes it, each refusing kernel and its reason; or "xla" and both
+            predictions if a kernel accepts the problem but XLA is predicted to be faster.
+        declined: why the algorithm of ``install`` or ``override`` does not compute it, and ``auto``
+            chose instead; empty if it does.
+        source: file, line and function of the user's code, or of a model library if no user code
+            called it.
         count: how often the program calls it; the body of a loop counts once.
-        epilogue: what the kernel computes beside the convolution, as in the problem key, such as
-            "scale bias relu".
-        apart: of a convolution with an epilogue that no kernel computes with it, each refusing
+        epilogue: the epilogue that the kernel computes, as in the problem key, such as "scale bias
+            relu".
+        apart: for an epilogue that no kernel computes together with the convolution, each refusing
             kernel and its reason; XLA then computes the epilogue from the float32 result.
-        chain_end: of a forward convolution in a function that ``jaxconv.fuse`` gave, why the
-            operation behind it, or behind its epilogue, is not part of its call, by the names of
-            JAX's primitives; "" elsewhere, and where a call would save no pass over the result.
-        module: the named scopes around it, such as the path of Flax's and Haiku's modules,
-            "ResNet/Block_2/Conv_0"; "" where there are none.
+        chain_end: for a forward convolution in a function from ``jaxconv.fuse``, why the next
+            operation after it, or after its epilogue, is not part of its call, in terms of JAX's
+            primitives; "" for other convolutions, and if a call would save no pass over the result.
+        module: the named scopes around it, such as the path of Flax or Haiku modules,
+            "ResNet/Block_2/Conv_0"; "" if there are none.
     """
 
     op: str
@@ -74,25 +75,25 @@ class Convolution:
     def rms_error(self) -> float | None:
         """The stated error of an algorithm that is less accurate than the direct convolution.
 
-        Root mean square against float64, over the standard deviation of the result; see
-        docs/winograd.md. None for all others.
+        The rms error against float64, divided by the result's standard deviation; see
+        docs/winograd.md. None for other algorithms.
         """
         return winograd_jax.rms_error(self.instance or "", self.platform, self.precision)
 
 
 @dataclasses.dataclass(frozen=True)
 class Pass:
-    """A pass that convolves nothing in a program lowered for CUDA, and what became of it.
+    """A pass without a convolution in a program lowered for CUDA, and how it was lowered.
 
     Attributes:
-        op: what it computes: "masked_sums", "moments", "normalise_add", "max_pool" or
+        op: its operation: "masked_sums", "moments", "normalise_add", "max_pool" or
             "max_pool_gradient".
         array: dtype and shape of its first operand, such as "bf16[256,56,56,64]".
-        problem: the key that kernels are asked by.
-        instance: the kernel, or None where XLA computes it.
-        microseconds: the kernel's predicted time, 0 where there is none.
-        refusal: why there is no kernel; "" where there is one.
-        source, module, count: as of a ``Convolution``.
+        problem: the key by which a kernel is planned.
+        instance: the kernel, or None if XLA computes it.
+        microseconds: the kernel's predicted time, 0 without a kernel.
+        refusal: why there is no kernel; "" if there is one.
+        source, module, count: as in ``Convolution``.
     """
 
     op: str
@@ -106,16 +107,17 @@ class Pass:
     count: int = 1
 
 
-# Attributes of the operation that computes a recorded convolution or pass: its index among those.
+# An attribute of the operation that computes a recorded convolution or pass: its index in the
+# record.
 TAG = "jaxconv.convolution"
 PASS_TAG = "jaxconv.pass"
 
-# XLA metadata of a convolution that ``fuse`` saw: why what follows is not part of its call.
+# XLA metadata of a convolution that ``fuse`` saw: why the next operation is not part of its call.
 CHAIN_END = "jaxconv_chain_end"
 
 
 class Recording(list[Convolution]):
-    """A growing list of convolutions, and the passes; with ``tagged``, their operations say so."""
+    """A growing list of convolutions, and the passes; ``tagged`` marks their operations."""
 
     def __init__(self, tagged: bool):
         super().__init__()
@@ -127,7 +129,7 @@ _sinks: contextvars.ContextVar[tuple[Recording, ...]] = contextvars.ContextVar("
 
 
 class _Outer(NamedTuple):
-    """What an operation that is lowered to others passes on to them."""
+    """Data that an operation passes on to the operations to which it is lowered."""
 
     source: str = ""
     module: str = ""
@@ -141,10 +143,10 @@ _outer: contextvars.ContextVar[_Outer] = contextvars.ContextVar("outer", default
 
 @contextlib.contextmanager
 def recording(tagged: bool = False) -> Iterator[Recording]:
-    """Collects every convolution lowered by this thread meanwhile.
+    """Collects every convolution that this thread lowers meanwhile.
 
     Args:
-        tagged: mark the operations, for a module that is read and not compiled.
+        tagged: marks the operations, for a module that is read rather than compiled.
     """
     sink = Recording(tagged)
     token = _sinks.set((*_sinks.get(), sink))
@@ -156,7 +158,7 @@ def recording(tagged: bool = False) -> Iterator[Recording]:
 
 @contextlib.contextmanager
 def paused() -> Iterator[None]:
-    """Records nothing meanwhile: what is lowered belongs to a convolution already recorded."""
+    """Pauses recording: the lowered operations belong to a convolution already recorded."""
     token = _sinks.set(())
     try:
         yield
@@ -168,10 +170,10 @@ def paused() -> Iterator[None]:
 def located(
     ctx, declined: tuple[Refusal, ...] = (), apart: tuple[Refusal, ...] = ()
 ) -> Iterator[None]:
-    """What is lowered meanwhile stems from the user's code that ``ctx`` points at.
+    """Attributes the operations lowered meanwhile to the user's code of ``ctx``.
 
-    ``declined`` says why it is not computed by the algorithm asked for, ``apart`` why not together
-    with its epilogue; both hold inside too.
+    ``declined`` says why the requested algorithm does not compute it, ``apart`` why no kernel
+    computes it together with its epilogue; both apply to the operations inside.
     """
     if not _sinks.get():
         yield
@@ -186,7 +188,7 @@ def located(
 
 
 def wanted() -> bool:
-    """True while somebody records."""
+    """Whether recording is active."""
     return bool(_sinks.get())
 
 
@@ -195,9 +197,9 @@ def emit_pass(ctx, key: str, plan: PassPlan, results: Sequence) -> Sequence:
 
     Args:
         ctx: the lowering context, whose first operand is shown.
-        key: of the pass.
+        key: the key of the pass.
         plan: the kernel, or why there is none.
-        results: what it was lowered to.
+        results: the results of its lowering.
 
     Returns:
         ``results``.
@@ -238,7 +240,7 @@ def emit(
         ctx: the lowering context, whose avals are the convolution's.
         op, problem, precision, platform, flops: as in ``Convolution``.
         chosen: the kernel, or why there is none.
-        results: what the convolution was lowered to.
+        results: the results of the convolution's lowering.
         epilogue: as in ``Convolution``.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Registers the rules that JAX asks of every primitive, but for its derivatives."""
+"""Registers the rules that JAX requires of a primitive, except derivatives."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from jaxconv._src.sharding.split_pass import SplitPass
 
 
 def batched_as(in_jax: Callable[..., Sequence[Any]]) -> Callable:
-    """The batching rule of a primitive with several results: ``vmap`` of its operations of JAX."""
+    """The batching rule of a primitive with several results: ``vmap`` of its JAX operations."""
 
     def batch(operands: Sequence[Any], mapped_axes: Sequence[Any], **parameters: Any) -> Any:
         mapped = jax.vmap(functools.partial(in_jax, **parameters), in_axes=mapped_axes)
@@ -31,11 +31,11 @@ def batched_as(in_jax: Callable[..., Sequence[Any]]) -> Callable:
 def register(
     primitive: Primitive, *, shapes: Callable, batch: Callable, lower: Callable, elsewhere: Callable
 ) -> None:
-    """Makes a primitive known to evaluation, ``vmap``, ``checkify`` and lowering.
+    """Registers a primitive for evaluation, ``vmap``, ``checkify`` and lowering.
 
     Args:
-        primitive: the primitive; its derivatives are registered apart.
-        shapes: the abstract evaluation, from the operands' types to the results'.
+        primitive: the primitive; its derivatives are registered separately.
+        shapes: the abstract evaluation, from operand types to result types.
         batch: the batching rule.
         lower: lowers on a platform with kernels, ``lower(platform, ctx, *operands, **parameters)``.
         elsewhere: lowers on every other platform, ``elsewhere(ctx, *operands, **parameters)``.
@@ -50,14 +50,14 @@ def register(
             primitive,
             functools.partial(lower, platform),
             platform=platform,
-            # ``explain`` lists every use, with its line of the user's code; lowering one costs
-            # 0.4 ms, which a reused lowering would save.
+            # ``explain`` lists every use with its line of the user's code. This costs 0.4 ms for
+            # each lowering that would otherwise be reused.
             cacheable=False,
         )
 
 
 def planned(key: str) -> native.PassPlan | None:
-    """The plan of a pass on CUDA, by its key; None where the kernels' library is not there."""
+    """The plan of a pass on CUDA, by its key; None without the kernel library."""
     kernels = native.load("cuda")
     if isinstance(kernels, native.Refusal):
         return None
@@ -73,15 +73,15 @@ def lowered_pass(
     in_jax: Callable[..., Sequence[Any]],
     call: SplitPass,
 ) -> Sequence[Any]:
-    """Lowers a primitive with a CUDA kernel alone: on each device to its call, else by XLA.
+    """Lowers a primitive with CUDA kernels only: on each device to its call, otherwise to XLA.
 
     Args:
         platform, ctx: as for a lowering rule.
         operands: the primitive's.
-        key: of the pass, or None where the call cannot say what the primitive computes.
-        by_kernel: emits the call, by a plan with a kernel.
-        in_jax: lowers to operations of JAX.
-        call: the primitive's parameters, and how devices share its arrays.
+        key: the key of the pass, or None if the call cannot express the primitive.
+        by_kernel: emits the call for a plan with a kernel.
+        in_jax: lowers to JAX operations.
+        call: the primitive's parameters, and the partition of its arrays over devices.
     """
     on_cuda = platform == "cuda"
     plan = planned(key) if on_cuda and key is not None else None

@@ -1,4 +1,4 @@
-"""Which kernel computes a convolution: what every selection has in common."""
+"""Selection of kernels: the parts common to all primitives."""
 
 from __future__ import annotations
 
@@ -14,37 +14,37 @@ PLATFORMS = native.PLATFORMS
 # The fastest by prediction: of the kernels and XLA's own convolution, and of the kernels alone.
 AUTO, NATIVE = "auto", "native"
 
-# Not an algorithm of ours: the caller asks for XLA's own convolution.
+# Not an algorithm of this library: the caller requests XLA's own convolution.
 XLA = "xla"
 
 # The textbook algorithm.
 IM2COL = "im2col"
 
-# Algorithms written in JAX, by name. They compute on every platform what no kernel of their name
-# takes. A module has ``OPS``, the operations that the algorithm speaks of (the others are chosen by
-# selection); ``refusal``, why it does not take a problem; ``instance`` and ``workspace_bytes`` for
-# ``explain``; and ``convolve``.
+# Algorithms written in JAX, by name. On every platform they compute problems that no kernel of this
+# name accepts. A module has ``OPS``, the operations to which the algorithm applies (selection
+# chooses for the others); ``refusal``, why it does not accept a problem; ``instance`` and
+# ``workspace_bytes`` for ``explain``; and ``convolve``.
 IN_JAX = {IM2COL: im2col, **dict.fromkeys(winograd_jax.ALGORITHMS, winograd_jax)}
 
-# "auto" with the kernels of Winograd among the candidates, of any tile or of one, whatever their
-# error. Name -> the algorithm that is added.
+# "auto" with Winograd kernels of any tile, or of one tile, as additional candidates, regardless of
+# their error. Maps the name to the added algorithm.
 WITH_WINOGRAD = {f"{AUTO}+{name}": name for name in winograd_jax.ALGORITHMS}
 
-# What is chosen by prediction, and the demands that every convolution can meet.
+# The algorithms that choose by prediction, and those that accept every convolution.
 PREDICTED = (AUTO, NATIVE, *WITH_WINOGRAD)
 UNCONDITIONAL = (*PREDICTED, XLA, IM2COL)
 
-# By platform, where its int8 kernels are another primitive's: the module whose ``plan`` and
-# ``convolve`` bring int8 operands of any convolution to them.
+# For platforms whose int8 kernels belong to another primitive: the module whose ``plan`` and
+# ``convolve`` convert the int8 operands of any convolution for them.
 INTEGERS: dict[str, Any] = {}
 
-# Said of a convolution that has nothing to compute.
+# The reason for convolutions without anything to compute.
 EMPTY = "a tensor has no elements"
 CROPPED = "negative padding crops the whole input"
 
 
 def families() -> dict[str, tuple[str, ...]]:
-    """Kernel families by platform, of this build."""
+    """The kernel families of this build, by platform."""
     loaded = {name: native.load(name) for name in PLATFORMS}
     return {
         name: () if isinstance(platform, native.Refusal) else tuple(platform.module.families())
@@ -53,7 +53,7 @@ def families() -> dict[str, tuple[str, ...]]:
 
 
 def refused(reason: str) -> native.Selection:
-    """No kernel comes into question, for a reason of this package's own."""
+    """A selection without a kernel, for a reason of this package."""
     return native.Selection(None, refusals=(native.Refusal("jaxconv", reason),))
 
 
@@ -62,9 +62,9 @@ def reasons(refusals: Sequence[native.Refusal]) -> str:
 
 
 def applies(algorithm: str, op: Op) -> bool:
-    """Whether an algorithm speaks of an operation; if not, selection chooses as for "auto".
+    """Whether an algorithm applies to an operation; if not, selection chooses as for "auto".
 
-    An instance name speaks of one operation only.
+    An instance name applies to one operation only.
     """
     if algorithm in IN_JAX:
         return op in IN_JAX[algorithm].OPS
@@ -99,5 +99,5 @@ def kernel(platform: str, key: str, algorithm: str) -> native.Selection:
     except ValueError as error:
         if algorithm not in (AUTO, NATIVE):
             raise
-        # A problem that JAX accepts and the library does not: its numbers are too large.
+        # A problem that JAX accepts but the library does not, because its numbers are too large.
         return refused(str(error))

@@ -1,7 +1,7 @@
 """Selection, custom call and definition of the three bilinear operations.
 
-``primitives`` has the rules of these primitives. A call of ``fused`` selects here too: its problem
-is a forward convolution's with more words at the end of the key.
+``primitives`` has the rules of these primitives. ``fused`` also selects here: its problem is that
+of a forward convolution with additional words at the end of the key.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ PRIMITIVES = {op: Primitive(f"jaxconv_{op.value}") for op in Op}
 
 @dataclasses.dataclass(frozen=True)
 class Bilinear(Call):
-    """fprop, dgrad or wgrad, of operands of one dtype."""
+    """fprop, dgrad or wgrad, with operands of one dtype."""
 
     op: Op
     spec: ConvSpec
@@ -57,7 +57,7 @@ class Bilinear(Call):
         return given, [partition.tensor(self.spec, out, shape)]
 
     def select(self, platform: str, sizes: Sizes, dtype: np.dtype) -> Selected:
-        """By a kernel; where the demanded algorithm is in JAX and no kernel has it, by that."""
+        """Selects a kernel, or the demanded algorithm in JAX if no kernel implements it."""
         kernels = functools.partial(
             select_kernel, platform, self.op, self.spec, sizes, dtype, self.out_dtype
         )
@@ -131,7 +131,7 @@ def select(
     operand_dtype: np.dtype,
     out_dtype: np.dtype,
 ) -> Selected:
-    """``Bilinear.select`` of an operation on operands of these sizes."""
+    """``Bilinear.select`` for an operation on operands of these sizes."""
     return Bilinear(op, spec, np.dtype(out_dtype)).select(platform, sizes, operand_dtype)
 
 
@@ -146,12 +146,12 @@ def select_kernel(
 ) -> Selected:
     """Chooses the kernel instance for one operation on one platform, or XLA's convolution.
 
-    With words of an ``epilogue``, only instances that compute it too are in question. A filter that
-    lies as (k, spatial, c) is read so where the chosen instance can, which costs it nothing;
-    elsewhere XLA transposes it.
+    With words of an ``epilogue``, only instances that also compute it are candidates. If the chosen
+    instance can read a filter stored as (k, spatial, c) at no cost, it does; otherwise XLA
+    transposes the filter.
 
     Returns:
-        The selection, and the problem key ("" where a dtype has none).
+        The selection, and the problem key ("" for dtypes without one).
 
     Raises:
         ValueError: the demanded algorithm is not known on this platform.
@@ -182,13 +182,13 @@ def select_kernel(
 
 
 def _unnamed(*dtypes: np.dtype) -> str:
-    """Why no kernel takes operands and a result of these dtypes, or ""."""
+    """Why no kernel accepts operands and a result of these dtypes, or ""."""
     unknown = [name for d in dtypes if (name := np.dtype(d).name) not in DTYPE_NAMES]
     return f"no kernel for dtype {unknown[0]}" if unknown else ""
 
 
 def _lies_as_krsc(spec: ConvSpec, sizes: Sizes) -> bool:
-    """True of a filter such as OHWI, or OI11: row by row it is (batch?, k, *spatial, c)."""
+    """Whether a filter, such as OHWI or OI11, is stored as (batch?, k, *spatial, c)."""
     *batch_spatial, c, k = spec.w_axes
     shape = spec.shape("w", sizes)
 
@@ -203,9 +203,9 @@ def _lies_as_krsc(spec: ConvSpec, sizes: Sizes) -> bool:
 def _select_with_winograd(
     platform: str, op: Op, spec: ConvSpec, sizes: Sizes, *rest: Any
 ) -> Selected:
-    """``select_kernel`` by "auto", or a kernel of Winograd's where that is predicted faster.
+    """``select_kernel`` by "auto", or a Winograd kernel if that is predicted faster.
 
-    No kernel of Winograd's has an epilogue; a call with one is chosen by "auto".
+    No Winograd kernel has an epilogue; for calls with one, this is "auto".
     """
 
     def by(name: str) -> Selected:
@@ -233,5 +233,5 @@ def _int8_plan(platform: str, op: Op, spec: ConvSpec, sizes: Sizes, out_dtype: n
 
 
 def xla_lacks(platform: str, dtype: np.dtype) -> bool:
-    """Whether XLA compiles no convolution of these operands: integers on a GPU."""
+    """Whether XLA cannot compile a convolution of these operands: integers on a GPU."""
     return platform == "cuda" and jnp.issubdtype(dtype, jnp.integer)

@@ -1,18 +1,18 @@
 """Canonical forms of a convolution in ``jax.lax``'s form: fprop, dgrad and wgrad.
 
-``lax.conv_general_dilated`` is one operation with many parameters; lax writes the gradients of a
-convolution in the same form, with batch and channels exchanged, strides turned into dilations and
-filters reversed. Up to such renaming, every convolution is each of our operations:
+``lax.conv_general_dilated`` is one operation with many parameters. lax writes the gradients of a
+convolution in the same form: batch and channels are swapped, strides become dilations, filters are
+reversed. Up to this renaming, every convolution can be written as any of these operations:
 
     fprop           lhs is x,  rhs is w,           the result is y
     dgrad           lhs is dy, rhs is w, reversed, the result is dx
     wgrad           lhs is x,  rhs is dy,          the result is dw
     wgrad, swapped  lhs is dy, rhs is x,           the result is dw, reversed
 
-They compute the same sums; they differ in which arrays are stored in the order that the kernels
-read (channels last), and in which one is dilated by inserted zeros. ``forms`` orders them by
-that. Feature groups and batch groups are groups in one of the forms, and independent convolutions
-(a batch of problems) in the others.
+All compute the same sums. They differ in which arrays have the kernels' axis order (channels last),
+and in which array is dilated by inserted zeros; ``forms`` sorts them by these criteria. Feature
+groups and batch groups are groups in one of the forms, and independent convolutions (a batch of
+problems) in the others.
 """
 
 from __future__ import annotations
@@ -42,12 +42,13 @@ from jaxconv._src.sharding import explicit_mesh
 
 
 def precision_name(precision: Any) -> str:
-    """The higher of the two operands' precisions: there is one kernel for both.
+    """The higher of the two operands' precisions, because one kernel serves both.
 
-    A ``lax.DotAlgorithmPreset`` speaks of matrix products; for a convolution lax takes it for None.
+    A ``lax.DotAlgorithmPreset`` applies to matrix products; for a convolution lax treats it as
+    None.
 
     Raises:
-        ValueError: not in a form that lax takes.
+        ValueError: not in a form that lax accepts.
     """
     pair = compat.canonicalize_precision(precision)
     if not isinstance(pair, tuple):
@@ -58,7 +59,7 @@ def precision_name(precision: Any) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class LaxConvolution:
-    """The parameters of ``lax.conv_general_dilated``, every form of them resolved."""
+    """The parameters of ``lax.conv_general_dilated`` in resolved form."""
 
     window_strides: tuple[int, ...]
     padding: Pairs
@@ -78,11 +79,11 @@ class LaxConvolution:
 
     @property
     def exchanged(self) -> bool:
-        """Whether batch and features of lhs have changed places, as in a weight gradient."""
+        """Whether batch and features of lhs are swapped, as in a weight gradient."""
         return self.lhs_spec[0] > self.lhs_spec[1]
 
     def with_window(self) -> LaxConvolution:
-        """The same matrix product of arrays with one more axis, of extent 1, in the middle."""
+        """The same matrix product, of arrays with an additional middle axis of extent 1."""
 
         def insert(spec):
             return (*(2 * axis for axis in spec), 1)
@@ -129,7 +130,7 @@ class LaxConvolution:
 
 @dataclasses.dataclass(frozen=True)
 class CanonicalForm:
-    """One operation on our primitives that computes a ``LaxConvolution``."""
+    """One operation of our primitives that computes a ``LaxConvolution``."""
 
     op: Op
     spec: ConvSpec
@@ -142,7 +143,7 @@ class CanonicalForm:
 
     @property
     def in_order(self) -> bool:
-        """True where the three arrays have the kernels' order of axes."""
+        """Whether the three arrays have the kernels' axis order."""
         axes = (self.spec.x_axes, self.spec.w_axes, self.spec.y_axes)
         return all(tuple(a) == tuple(range(len(a))) for a in axes)
 
@@ -152,9 +153,9 @@ class CanonicalForm:
         """Computes the convolution.
 
         Args:
-            lhs, rhs: operands as lax's.
+            lhs, rhs: operands in lax's form.
             out_dtype: dtype of the result.
-            filter_reversed: rhs is w itself, whose reverse the lax convolution would take (dgrad).
+            filter_reversed: rhs is w, of which the lax convolution would read the reverse (dgrad).
         """
         if self.pointwise:
             lhs, rhs = jnp.expand_dims(lhs, 1), jnp.expand_dims(rhs, 1)
@@ -179,7 +180,7 @@ class CanonicalForm:
 
 
 class _Array(NamedTuple):
-    """One of lax's arrays, and the places of two axes in its spec."""
+    """One of lax's arrays, and the positions of two axes in its spec."""
 
     name: str
     first: int
@@ -187,7 +188,7 @@ class _Array(NamedTuple):
 
 
 class _Parts(NamedTuple):
-    """Which of lax's arrays and steps play which parts of an operation."""
+    """The roles of lax's arrays and steps in an operation."""
 
     x: _Array  # n first, c last
     w: _Array  # c first, k last
@@ -287,8 +288,8 @@ def form(
         conv: the convolution.
         op: the operation.
         lhs_shape, rhs_shape, out_shape: the arrays' shapes, in their own axis order.
-        batch: how many of the groups to take as independent convolutions; all of them where
-            ``op`` cannot take the rest as its groups.
+        batch: the number of groups to treat as independent convolutions; all of them if ``op``
+            cannot have the rest as its groups.
         swapped: for wgrad, lhs is dy and rhs is x.
     """
     if pointwise := conv.rank == 0:
@@ -344,11 +345,11 @@ def forms(
     batch: int = 1,
     filter_reversed: bool = False,
 ) -> list[CanonicalForm]:
-    """Every canonical form of ``conv``, the most natural first.
+    """Every canonical form of ``conv``, the preferred one first.
 
-    A form is natural, in this order of importance, where its x is not dilated; where its arrays
-    are stored in the kernels' order; and where it is what a program in another layout means: batch
-    before channels is a forward pass, or dgrad if the filter is reversed, else it is wgrad.
+    The criteria, in order of importance: x is not dilated; the arrays have the kernels' axis order;
+    the form is the likely meaning of a program in another layout: batch before channels is a
+    forward pass (dgrad if the filter is reversed), otherwise it is wgrad.
 
     Args:
         conv: the convolution.

@@ -1,22 +1,22 @@
-"""The primitive conv_fused: a forward convolution of floating-point operands with its epilogue.
+"""The primitive conv_fused: a forward floating-point convolution with its epilogue.
 
-The operands are x, w and the terms that are present, in the order scale, bias, residual; the
-results are y and, where asked for, pre and the statistics (``epilogue`` has the definition). Arrays
-have the axis order of a ``ConvSpec``, as the three bilinear primitives take them.
+The operands are x, w and the present terms, in the order scale, bias, residual; the results are y
+and, on request, pre and the statistics (``epilogue`` has the definition). Arrays have the axis
+order of a ``ConvSpec``, as in the three bilinear primitives.
 
-Where no kernel computes both, the plain convolution gives its sums in the accumulator's dtype, and
-XLA computes the epilogue from them: ``apart``. Of statistics that no kernel computes, XLA reads y
-again, which a call with the rest of the epilogue gives.
+If no kernel computes both, the plain convolution returns its sums in the accumulator's dtype, and
+XLA computes the epilogue from them (``apart``). If no kernel computes the statistics, a call
+computes the rest of the epilogue, and XLA reads y again.
 
-Derivatives are written in the three bilinear primitives and XLA's elementwise operations. With
-d = activation'(t), which y alone tells of relu, relu6, leaky_relu with a positive slope, sigmoid
-and tanh, and pre of the others, where it is a second result of the same call,
+Derivatives consist of the three bilinear primitives and XLA's elementwise operations. Let d =
+activation'(t). It follows from y for relu, relu6, leaky_relu with a positive slope, sigmoid and
+tanh; for the others from pre, a second result of the same call. Then
 
     dt = fprop(dx, w) * scale + fprop(x, dw * scale + w * dscale) + dbias + dresidual
     dy = d * dt
 
-So the gradient of scale is a sum over the filter's weight gradient, and no pass over activations;
-the gradients of bias and of residual are a reduction and a copy of d * dy in XLA.
+So the gradient of scale is a sum over the filter's weight gradient, without a pass over
+activations; the gradients of bias and residual are a reduction and a copy of d * dy in XLA.
 """
 
 from __future__ import annotations
@@ -66,10 +66,10 @@ def bind(
     epilogue: Epilogue,
     out_dtype: np.dtype,
 ) -> list[jax.Array]:
-    """All results of an epilogue that ``epilogue.checked`` has accepted.
+    """All results of a convolution with an epilogue that ``epilogue.checked`` has accepted.
 
     Raises:
-        ValueError: as ``primitives.bind``.
+        ValueError: as in ``primitives.bind``.
     """
     if epilogue.plain:
         return [primitives.bind(Op.FPROP, x, w, spec, out_dtype)]
@@ -91,9 +91,9 @@ def bind(
 
 
 def apart(*operands, spec: ConvSpec, epilogue: Epilogue, out_dtype: np.dtype) -> list[jax.Array]:
-    """All results by the plain convolution and XLA's elementwise operations.
+    """All results, from the plain convolution and XLA's elementwise operations.
 
-    Of an epilogue with statistics, by a call without them and XLA's sums of y.
+    For an epilogue with statistics, from a call without them and XLA's sums of y.
     """
     x, w, *rest = operands
     if epilogue.statistics:
@@ -120,7 +120,7 @@ def _abstract_eval(*operands, spec: ConvSpec, epilogue: Epilogue, out_dtype: np.
 
 
 def moments_type(spec: ConvSpec, y: jax.core.ShapedArray, dtype: np.dtype) -> jax.core.ShapedArray:
-    """The type of the statistics of a y of this type, with their own dtype."""
+    """The type of the statistics of y, with this dtype."""
     at, axes = spec.axis("y", "k"), tuple(y.sharding.spec)
     split = PartitionSpec(None, axes[at] if at < len(axes) else None)
     return y.update(
@@ -146,10 +146,10 @@ def _jvp(primals, tangents, *, spec: ConvSpec, epilogue: Epilogue, out_dtype: np
     dt = functools.reduce(jnp.add, _tangents_of_t(value, tangent, spec, out_dtype))
     if dt.shape != y.shape:
         dt = dt * jnp.ones_like(y, dtype=wide)
-    dt = explicit_mesh.like(dt, jax.typeof(y))  # a bias may be split where y is not
+    dt = explicit_mesh.like(dt, jax.typeof(y))  # a bias may be split if y is not
     dy = dt
     if form.activation is not None:
-        # jax.checkpoint: y or pre is what the backward pass keeps, not a function of it in float32.
+        # jax.checkpoint: the backward pass then keeps y or pre, not a float32 function of it.
         times_derivative = jax.checkpoint(form.tangent, prevent_cse=False)
         dy = times_derivative(y if form.differentiates_from_y else results[1], dt)
     out, out_tangents = [y], [dy.astype(out_dtype)]
@@ -166,9 +166,9 @@ def _jvp(primals, tangents, *, spec: ConvSpec, epilogue: Epilogue, out_dtype: np
 
 
 def _tangents_of_t(value, tangent, spec: ConvSpec, out_dtype: np.dtype) -> list[jax.Array]:
-    """The terms of the tangent of t, of its shape or (K,), in the accumulator's dtype.
+    """The terms of the tangent of t, with its shape or (K,), in the accumulator's dtype.
 
-    Convolutions give the result's dtype, so that their transposes read cotangents of that dtype.
+    Convolutions have the result's dtype, so that their transposes read cotangents in that dtype.
     """
     wide = accumulator_dtype(out_dtype)
     y_rank, y_channels = len(spec.y_axes), spec.axis("y", "k")
@@ -202,9 +202,9 @@ def _tangents_of_t(value, tangent, spec: ConvSpec, out_dtype: np.dtype) -> list[
 
 
 def _transpose(cotangents, *operands, spec: ConvSpec, epilogue: Epilogue, out_dtype: np.dtype):
-    """The transpose of the linear function of x, of w and scale, and of the summands.
+    """The transpose, for linear dependence on x, on w and scale, or on the summands.
 
-    Without activation and statistics t is one. Its tangents are the function itself.
+    Without activation and statistics, t is linear in each of these and equals its tangent.
     """
     if epilogue.activation is not None or epilogue.statistics:
         raise TypeError(
@@ -236,11 +236,11 @@ def _aval(operand):
 
 
 def _batch(operands, mapped_axes, *, spec: ConvSpec, epilogue: Epilogue, out_dtype: np.dtype):
-    """Folds the mapped axis into N or K; everything else is vmap of ``apart``.
+    """Folds the mapped axis into N or K; all other cases are vmap of ``apart``.
 
-    Apart are two mapped operands of the convolution, which make it a batched one, an epilogue that
-    is mapped where its convolution is not, or along another axis, and statistics of images of which
-    each has its own.
+    The other cases: both operands of the convolution are mapped, which makes it a batched one; the
+    epilogue is mapped but the convolution is not, or along another axis; the mapped images have
+    separate statistics.
     """
     names = ("x", "w", *epilogue.terms)
     axes = {n: a for n, a in zip(names, mapped_axes, strict=True) if a is not None}
@@ -263,7 +263,7 @@ def _batch(operands, mapped_axes, *, spec: ConvSpec, epilogue: Epilogue, out_dty
         places |= {term: 0 for term in epilogue.terms if term != "residual"}
 
     def mapped(name: str) -> tuple[jax.Array, int]:
-        """The operand with the mapped axis, repeated where it has none."""
+        """The operand with the mapped axis, repeated if it has none."""
         if name in axes:
             return values[name], axes[name]
         return jnp.broadcast_to(values[name], (count, *values[name].shape)), 0
@@ -311,7 +311,7 @@ class Fused(Call):
 
     @property
     def even(self) -> bool:
-        return self.epilogue.statistics  # which are merged from parts of equal counts
+        return self.epilogue.statistics  # statistics are merged from parts of equal counts
 
     def tensors(self, *shapes: Sequence[int]) -> tuple[list[Tensor], list[Tensor]]:
         names = ("x", "w", *self.epilogue.terms)
@@ -332,10 +332,10 @@ class Fused(Call):
         return operands, results
 
     def on_device(self, part: Part, *operands: jax.Array) -> list[jax.Array]:
-        """As of ``Call``, or the epilogue in operations of JAX where it cannot follow own sums.
+        """As in ``Call``; the epilogue in JAX operations if it cannot follow the device's own sums.
 
-        That is where the input channels are split and, with statistics, where the device computes
-        rows of y that it drops.
+        This is the case if the input channels are split and, with statistics, if the device
+        computes rows of y that it drops.
         """
         if part.summed or (self.epilogue.statistics and part.computes_more):
             x, w, *rest = operands
@@ -355,20 +355,20 @@ class Fused(Call):
         return results
 
     def select(self, platform: str, sizes: Sizes, dtype: np.dtype) -> Selected:
-        """The instance that computes convolution and epilogue, or why none does.
+        """The instance that computes convolution and epilogue, or the reason why none does.
 
-        An algorithm that is demanded and has no epilogue computes the convolution alone.
+        A demanded algorithm without an epilogue computes only the convolution.
         """
         if self.algorithm in selection.IN_JAX and selection.applies(self.algorithm, Op.FPROP):
             return selection.refused(f'algorithm="{self.algorithm}" has no epilogue'), ""
         problem = (platform, Op.FPROP, self.spec, sizes, dtype, self.out_dtype)
         try:
             return bilinear.select_kernel(*problem, epilogue=self.words)
-        except ValueError as error:  # no algorithm of this platform
+        except ValueError as error:  # not an algorithm of this platform
             return selection.refused(str(error)), ""
 
     def without_epilogue(self) -> Call:
-        if self.epilogue.statistics:  # apart, behind a call with the rest
+        if self.epilogue.statistics:  # separately, after a call with the rest
             rest = self.epilogue.without_statistics()
             if not rest.plain:
                 return dataclasses.replace(self, epilogue=rest)

@@ -32,12 +32,12 @@ conv_fprop_p, conv_dgrad_p, conv_wgrad_p = PRIMITIVES.values()
 def bind(op: Op, lhs: jax.Array, rhs: jax.Array, spec: ConvSpec, out_dtype: np.dtype) -> jax.Array:
     """Applies ``op`` to operands of any two dtypes of one kind.
 
-    Operands of different widths (a float32 cotangent beside a bfloat16 filter) are computed at the
-    wider dtype and the result is rounded once, as lax does.
+    Operands of different widths (a float32 cotangent and a bfloat16 filter) are computed in the
+    wider dtype, and the result is rounded once, as in lax.
 
     Raises:
-        ValueError: the algorithm that ``spec`` demands does not take this problem, or the result
-            has more bytes than 64 bits count.
+        ValueError: the algorithm that ``spec`` demands does not accept this problem, or the
+            result's size exceeds 64 bits.
     """
     out_shape = spec.shape(op.roles[2], spec.sizes(op, lhs.shape, rhs.shape))
     check_size("result", out_shape, out_dtype)
@@ -57,7 +57,7 @@ def _abstract_eval(op: Op, lhs, rhs, *, spec: ConvSpec, out_dtype: np.dtype):
 
 # --- differentiation ---
 
-# What the cotangent and the other operand become, in argument order, when one is transposed.
+# The arguments of the transposed operation: the cotangent and the other operand, in order.
 _LHS_TRANSPOSE = {
     Op.FPROP: lambda ct, w: (Op.DGRAD, ct, w),
     Op.DGRAD: lambda ct, w: (Op.FPROP, ct, w),
@@ -82,8 +82,8 @@ def _transpose_rhs(op: Op, ct, lhs, rhs, *, spec: ConvSpec, out_dtype: np.dtype)
 
 # --- batching ---
 
-# Where one operand is mapped, its axis folds into one that the result has too: (axis of the lhs,
-# axis of the rhs). Channel axes that run group by group take the new axis inside each group.
+# If one operand is mapped, its axis folds into an axis that the result also has: (axis of the lhs,
+# axis of the rhs). In channel axes that run group by group, the new axis goes inside each group.
 _FOLD = {Op.FPROP: ("n", "k"), Op.DGRAD: ("n", "c"), Op.WGRAD: ("c", "k")}
 
 
@@ -94,10 +94,11 @@ def _runs_by_group(role: str, name: str) -> bool:
 def goes_inside(array: jax.Array, mapped: int, axis: int, groups: int) -> bool:
     """Whether ``fold`` puts the mapped axis inside the other one instead of outside.
 
-    On an explicit mesh only the outermost of the axes that are merged can be split over devices.
+    On an explicit mesh, only the outermost of the merged axes can be split over devices.
 
     Raises:
-        ShardingTypeError: both axes are split, or the mapped one where groups must be outermost.
+        ShardingTypeError: both axes are split, or the mapped one is although groups must be
+            outermost.
     """
     outer = explicit_mesh.split_over(array, mapped)
     held = explicit_mesh.split_over(array, axis + (axis >= mapped))
@@ -125,7 +126,7 @@ def fold(array: jax.Array, mapped: int, axis: int, groups: int, inside: bool) ->
 def unfold(
     array: jax.Array, count: int, axis: int, extent: int, groups: int, inside: bool
 ) -> tuple[jax.Array, int]:
-    """Undoes ``fold`` on an axis that had ``extent``; also returns the mapped axis' position."""
+    """Undoes ``fold`` on an axis of extent ``extent``; also returns the mapped axis' position."""
     rest = extent // groups
     parts = (groups, rest, count) if inside else (groups, count, rest)
     array = explicit_mesh.split_axis(array, axis, parts)
@@ -143,7 +144,7 @@ def _batch(op: Op, operands, mapped_axes, *, spec: ConvSpec, out_dtype: np.dtype
     ]
     out_shape = spec.shape(out_role, spec.sizes(op, *one_shape))
     if lhs_mapped is not None and rhs_mapped is not None:
-        if spec.batched:  # a nested vmap: one batch axis counts both
+        if spec.batched:  # a nested vmap: one batch axis holds both
             places = [
                 (array, mapped, spec.axis(role, "batch"))
                 for array, mapped, role in zip(operands, mapped_axes, op.roles[:2], strict=True)

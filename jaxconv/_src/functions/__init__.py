@@ -1,1 +1,1 @@
-"""The public functions: arguments checked and brought to a primitive's form."""
+"""The public functions: they check their arguments and bind the primitives."""

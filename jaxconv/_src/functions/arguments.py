@@ -1,4 +1,4 @@
-"""Arguments of the public functions: checked, and every accepted form brought to one."""
+"""Arguments of the public functions: checks, and conversion of all accepted forms to one."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ DimensionNumbers = lax.ConvGeneralDilatedDimensionNumbers
 PrecisionLike = lax.PrecisionLike
 OutSharding = jax.sharding.NamedSharding | jax.sharding.PartitionSpec | None
 
-# What other libraries call the arguments of a convolution by a filter.
+# Names of the window arguments in other libraries.
 OF_WINDOW = {
     **dict.fromkeys(("strides", "window_strides", "step"), "stride"),
     **dict.fromkeys(("dilations", "rhs_dilation", "dilation_rate", "kernel_dilation"), "dilation"),
@@ -56,13 +56,13 @@ def checked_padding(
     groups: int,
     batch_groups: int = 1,
 ) -> Pairs:
-    """Checks what every entry point has in common and gives the padding as pairs.
+    """Checks the arguments common to all entry points and returns the padding as pairs.
 
     Args:
         x, w: the operands.
         numbers: the axes of both, as in ``lax.ConvDimensionNumbers``.
         padding, stride, lhs_dilation, dilation, groups, batch_groups: the window and the groups.
-        names: what the caller calls x, w and groups.
+        names: the caller's names of x, w and groups.
     """
     x_name, w_name, groups_name = names
     lhs_spec, rhs_spec, *_ = numbers
@@ -134,9 +134,9 @@ def forward_spec(
     Args:
         x, w: the operands, or their shapes and dtypes.
         numbers: the axes of x, w and the result.
-        padding: as users give it.
-        precision, algorithm: as ``ConvSpec`` has them.
-        window: stride, lhs_dilation, dilation and groups, as ``ConvSpec`` has them.
+        padding: in any form that users may pass.
+        precision, algorithm: as in ``ConvSpec``.
+        window: stride, lhs_dilation, dilation and groups, as in ``ConvSpec``.
     """
     lhs, rhs, out = numbers
     return ConvSpec(
@@ -155,16 +155,16 @@ def forward_spec(
 def operands(
     x_name: str, x: ArrayLike, w_name: str, w: ArrayLike, *, promote: bool = False
 ) -> tuple[jax.Array, jax.Array]:
-    """Both operands as arrays of one dtype.
+    """Both operands as arrays with one dtype.
 
     Args:
-        x_name, x, w_name, w: the operands, and what the caller calls them.
-        promote: convert operands of two dtypes to one by JAX's promotion; without it, as in lax,
-            a TypeError.
+        x_name, x, w_name, w: the operands, and the caller's names of them.
+        promote: converts two dtypes to one by JAX's promotion; otherwise they are a TypeError, as
+            in lax.
 
     Raises:
         TypeError: an operand is no array of numbers, or the dtypes differ; with ``promote``, JAX's
-            own TypePromotionError where the promotion that is set allows none.
+            TypePromotionError if the current promotion mode allows none.
     """
     x, w = array(x_name, x), array(w_name, w)
     if x.dtype != w.dtype and promote:
@@ -179,7 +179,7 @@ def operands(
 
 
 def integer(name: str, value: Any, at_least: int | None = None) -> int:
-    """An argument that is one integer of any type, Python's, NumPy's or a concrete array's."""
+    """An argument that is one integer: Python's, NumPy's or a concrete array's."""
     try:
         number = operator.index(value)
     except TypeError:
@@ -192,7 +192,7 @@ def integer(name: str, value: Any, at_least: int | None = None) -> int:
 
 
 def described(value: Any) -> str:
-    """An argument of a wrong type in an error message, without the contents of arrays."""
+    """The text for an argument of a wrong type in an error message, without array contents."""
     if isinstance(value, jax.Array | np.ndarray | np.generic):
         return f"an array, {jax.typeof(value).str_short(short_dtypes=True)}"
     leaves = jax.tree.leaves(value, is_leaf=lambda leaf: leaf is None)
@@ -202,7 +202,7 @@ def described(value: Any) -> str:
 
 
 def _is_one(value: Any) -> bool:
-    """Whether an argument is one thing, and not a sequence or an array of some."""
+    """Whether an argument is a single value rather than a sequence or an array."""
     return isinstance(value, str | bytes) or not (
         isinstance(value, Sequence) or bool(getattr(value, "ndim", 0))
     )
@@ -221,10 +221,10 @@ def per_axis(name: str, value: int | Sequence[int], rank: int) -> tuple[int, ...
     return values
 
 
-# What the input is continued by, in the words of ``jax.numpy.pad``.
+# The modes of ``jax.numpy.pad`` for these paddings.
 _CONTINUATIONS = {"CIRCULAR": "wrap", "REFLECT": "reflect"}
 
-# The names of padding that ``jax.lax`` knows, and those that Flax adds.
+# The padding names of ``jax.lax``, and those that Flax adds.
 _OF_LAX = ("SAME", "SAME_LOWER", "VALID")
 _OF_FLAX = ("CAUSAL", *_CONTINUATIONS)
 
@@ -236,16 +236,16 @@ def continued(
     filter_spatial: Sequence[int],
     dilation: Sequence[int],
 ) -> tuple[jax.Array, Padding]:
-    """The input and the padding without the names that Flax adds to lax's.
+    """Replaces the padding names that Flax adds to lax's; may pad the input.
 
-    The pads are those of ``flax.linen.Conv``: with a reach of r, (r - 1) // 2 elements on the low
-    side and r // 2 on the high side, whatever the stride.
+    The padding is that of ``flax.linen.Conv``: for a dilated filter of extent r, (r - 1) // 2
+    elements on the low side and r // 2 on the high side, for any stride.
 
     Args:
         x: the input.
         spatial: its spatial axes.
         padding: as the caller gave it.
-        filter_spatial, dilation: extents of the filter, and the step between its taps.
+        filter_spatial, dilation: the extents of the filter, and the step between its taps.
     """
     name = padding.upper() if isinstance(padding, str) else ""
     if name and name not in (*_OF_LAX, *_OF_FLAX):
@@ -270,7 +270,7 @@ def continued(
                 f" {x.shape[axis]} on axis {axis}"
             )
         pads[axis] = ((r - 1) // 2, r // 2)
-    if name == "CIRCULAR":  # `jnp.pad` would ask how often a symbolic extent fits into the padding
+    if name == "CIRCULAR":  # `jnp.pad` would divide the padding by a symbolic extent
         for axis, (lo, hi) in enumerate(pads):
             extent = x.shape[axis]
             if not known(extent) and (lo or hi):
@@ -281,7 +281,7 @@ def continued(
 
 
 def no_padding_by_name(padding: Padding, lhs_dilation: tuple[int, ...]) -> None:
-    """Refuses "SAME" and the like beside a dilated input, as lax does."""
+    """Refuses padding names together with a dilated input, as lax does."""
     if isinstance(padding, str) and any(d > 1 for d in lhs_dilation):
         raise ValueError(
             f"padding: {padding!r} has no meaning where lhs_dilation is {lhs_dilation}; give pairs "
@@ -310,7 +310,8 @@ def padding_pairs(
             )
         pairs = []
         for i, r, s, d in zip(in_spatial, filter_spatial, stride, dilation, strict=True):
-            # ceil(i / s) outputs; an odd rest goes to the high side, for SAME_LOWER to the low one
+            # ceil(i / s) outputs; an odd remainder goes to the high side, for SAME_LOWER to the low
+            # side
             reach = (r - 1) * d + 1 if r else 0
             total = max_dim((-(-i // s) - 1) * s + reach - i, 0)
             less, more = total // 2, total - total // 2
@@ -338,10 +339,10 @@ def transposed_padding(
     dilation: tuple[int, ...],
     consistent: bool,
 ) -> str | Sequence[tuple[int, int]]:
-    """The padding of the dilated input, from the one that ``conv_transpose`` was given.
+    """The padding of the dilated input, from ``conv_transpose``'s argument.
 
     Raises:
-        ValueError: a name that speaks of no transposed convolution.
+        ValueError: a name without a meaning for transposed convolutions.
     """
     reach = [(r - 1) * d + 1 for r, d in zip(window, dilation, strict=True)]
     if isinstance(padding, str):
@@ -368,10 +369,10 @@ def transposed_padding(
 def output_padding(
     value: int | Sequence[int], strides: tuple[int, ...], dilation: tuple[int, ...]
 ) -> tuple[int, ...]:
-    """Further outputs on the high side of every axis.
+    """Additional outputs on the high side of every axis.
 
     Raises:
-        ValueError: not less than the axis' stride or dilation.
+        ValueError: a number is not less than the axis' stride or dilation.
     """
     extra = per_axis("output_padding", value, len(strides))
     for e, s, d in zip(extra, strides, dilation, strict=True):
@@ -384,7 +385,7 @@ def output_padding(
 
 
 def result_dtype(operand: np.dtype, preferred: DTypeLike | None) -> np.dtype:
-    """The dtype of the result: what lax allows, which is to widen, and integers to floats."""
+    """The dtype of the result; as in lax it may be wider, or float for integers."""
     if preferred is None:
         return np.dtype(operand)
     try:
@@ -401,7 +402,7 @@ def result_dtype(operand: np.dtype, preferred: DTypeLike | None) -> np.dtype:
 
 
 def precision(value: PrecisionLike) -> str:
-    """The name of a precision that is given in any form that lax takes."""
+    """The name of a precision in any form that lax accepts."""
     try:
         return canonical.precision_name(value)
     except (TypeError, ValueError) as error:
@@ -409,7 +410,7 @@ def precision(value: PrecisionLike) -> str:
 
 
 def algorithms(algorithm: Algorithm) -> tuple[str, str, str]:
-    """The demand for each direction, its names checked against this build."""
+    """The algorithm of each direction, checked against the names of this build."""
     directions = [op.value for op in Op]
     if isinstance(algorithm, str):
         chosen = dict.fromkeys(directions, algorithm)

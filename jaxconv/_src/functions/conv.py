@@ -1,4 +1,4 @@
-"""Convolution with this library's kernels: ``conv``, and what ``jax.lax`` calls its own."""
+"""Convolution with this library's kernels: ``conv``, and counterparts of ``jax.lax``."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from jaxconv._src.sharding import explicit_mesh
 from jaxconv._src.winograd import winograd_prepared
 from jaxconv._src.winograd.winograd_filter import PreparedFilter
 
-selection.INTEGERS["cuda"] = int8_lax  # whose kernels of 8-bit operands are conv_int8_p's alone
+selection.INTEGERS["cuda"] = int8_lax  # whose kernels for 8-bit operands all belong to conv_int8_p
 
 
 _NAMES = {
@@ -111,14 +111,14 @@ def conv(
     activation: Activation = None,
     statistics: bool = False,
 ) -> jax.Array | tuple[jax.Array, jax.Array, jax.Array]:
-    """Convolves 1-D, 2-D or 3-D signals, a batch of them or one, with a bank of filters.
+    """Convolves one or a batch of 1-D, 2-D or 3-D signals with a bank of filters.
 
     With i = p * stride + r * dilation - pad_lo on every spatial axis,
 
         y[n, p, k] = sum over r and c of x[n, i, c] * w[r, c, k]
 
-    (cross-correlation, as everywhere in deep learning; c runs over the channels of k's group).
-    Works inside jit, grad, jvp, vmap, scan and shard_map, and differentiates to any order.
+    (cross-correlation, as everywhere in deep learning; c runs over the channels of k's group). It
+    works inside jit, grad, jvp, vmap, scan and shard_map, and has derivatives of any order.
 
     Args:
         x: input, (N, *spatial, C) or, in channel-first formats, (N, C, *spatial); or one example,
@@ -130,62 +130,62 @@ def conv(
             derivative.
         stride: step of the window, one number or one per spatial axis.
         padding: "SAME", "SAME_LOWER", "VALID", one number for all sides, or per spatial axis a
-            number or a pair (low, high). Negative padding crops. As in Flax: "CIRCULAR" continues
-            the input periodically and "REFLECT" by its mirror image, on a padded copy, where "SAME"
-            at stride 1 would pad with zeros; "CAUSAL", for one spatial axis, pads the low side
-            only, so that no output depends on later inputs.
+            number or a pair (low, high). Negative padding crops. As in Flax, "CIRCULAR" and
+            "REFLECT" pad like "SAME" at stride 1, with the periodic continuation or the mirror
+            image of the input instead of zeros (on a padded copy); "CAUSAL", for one spatial axis,
+            pads the low side only, so that no output depends on later inputs.
         dilation: step between the taps of a filter, one number or one per spatial axis.
         groups: number of independent slices of the channels; divides C and K. ``groups=C`` is a
             depthwise convolution.
         data_format: "NWC", "NHWC" or "NDHWC", also called "channels_last" (the default, by the rank
             of w), or "NCW", "NCHW" or "NCDHW", also called "channels_first"; in any case.
         precision: least accuracy for float32 operands, in any form that ``jax.lax`` takes.
-        algorithm: "auto", the kernel that is predicted to be fastest, or XLA's own convolution
-            where that is predicted to be faster than every kernel; "native", the same without XLA
-            as a candidate, which computes only what no kernel accepts (the environment variable
-            JAXCONV_ALGORITHM=native makes it the meaning of "auto" in a process); a kernel family
+        algorithm: "auto", the kernel that is predicted to be fastest, or XLA's own convolution if
+            that is predicted to be faster than every kernel; "native", the same without XLA as a
+            candidate: XLA computes only problems that no kernel accepts (the environment variable
+            JAXCONV_ALGORITHM=native gives "auto" this meaning in a process); a kernel family
             ("igemm_simt", "onednn"); an instance name; "winograd", or with its tile
             "winograd_f2x2", "winograd_f4x4", "winograd_f6x6", "winograd_f2x3" or "winograd_f4x3"
-            (both along W only), for 3x3 filters at stride 1 with fewer multiplications and a larger
-            error, which docs/winograd.md states; weight gradients are then "auto"; "auto+winograd"
-            or "auto+winograd_f4x4" and so on, "auto" with Winograd's kernels as candidates too;
-            "im2col", XLA's matrix product of a matrix of all windows; "xla", XLA's own convolution;
-            or a mapping with such an entry for some of the directions "fprop", "dgrad" and "wgrad"
-            (the others are "auto").
+            (both along W only), for 3x3 filters at stride 1, with fewer multiplications and a
+            larger error, which docs/winograd.md states (weight gradients are then "auto");
+            "auto+winograd", "auto+winograd_f4x4" and so on, "auto" with Winograd kernels as
+            additional candidates; "im2col", XLA's matrix product with a matrix of all windows;
+            "xla", XLA's own convolution; or a mapping from some of the directions "fprop", "dgrad"
+            and "wgrad" to one of these (the others are "auto").
         preferred_element_type: dtype of the result; by default that of the operands. int8 operands
             accumulate exactly into int32.
-        scale, bias, residual, activation: the epilogue, of floating-point operands. With the sums
-            above in float32 (float64 of float64 operands), the result is
+        scale, bias, residual, activation: the epilogue, for floating-point operands. With the sums
+            above in float32 (float64 for float64 operands), the result is
 
                 activation(scale[k] * y[n, p, k] + bias[k] + residual[n, p, k])
 
-            rounded once, in one kernel call where a kernel computes it (``explain`` says whether);
-            elsewhere XLA computes it from float32 sums. scale and bias are (K,), read as float32;
+            rounded once, in one kernel call if a kernel computes it (``explain`` says whether);
+            otherwise XLA computes it from float32 sums. scale and bias are (K,), read as float32;
             residual has the shape and the dtype of the result. The activation is "relu", "relu6",
             ("leaky_relu", slope), "gelu" (exact), "gelu_tanh", "silu", "sigmoid", "tanh" or
             "hard_swish", in any case, or the function of ``jax.nn`` (whose ``gelu`` is
-            "gelu_tanh"). For its derivative the backward pass keeps the result alone or, of gelu,
-            gelu_tanh, silu, hard_swish and leaky_relu without a positive slope, also the
+            "gelu_tanh"). For its derivative the backward pass keeps only the result; for gelu,
+            gelu_tanh, silu, hard_swish, and leaky_relu without a positive slope also the
             activation's argument, which the same call stores in the result's dtype.
         statistics: also return mean and variance of every output channel, what batch normalisation
             takes of a batch: of the result as rounded, over examples and positions. A kernel that
-            computes them does so while it stores the result, in an order that is the same in every
-            run; elsewhere XLA reads the result again (``explain`` says so). Split arrays give the
-            statistics of the whole; inside ``shard_map``, of each device's part.
+            computes them does so while it stores the result, in the same order in every run;
+            otherwise XLA reads the result again (``explain`` says so). Sharded arrays give the
+            statistics of the whole array; inside ``shard_map``, those of each device's part.
 
     Returns:
         (N, *out_spatial, K), or (N, K, *out_spatial) in channel-first formats; without N for one
-        example. With ``statistics`` a triple of it, the mean and the variance, float32 (K,)
-        (float64 of float64 operands); the variance is the mean of the squared deviations from the
-        mean.
+        example. With ``statistics`` a triple of this result, the mean and the variance, float32
+        (K,) (float64 for float64 operands); the variance is the mean of the squared deviations from
+        the mean.
 
     Raises:
         TypeError: an operand is no array of numbers, the operands' dtype cannot give
-            ``preferred_element_type``, or an epilogue is asked of integers or complex numbers;
+            ``preferred_element_type``, integers or complex numbers have an epilogue, or
             ``statistics`` is no bool.
         ValueError: two dtypes do not promote (JAX's ``TypePromotionError``); ranks, channels,
             groups, window parameters, format or a term of the epilogue do not fit; or the demanded
-            algorithm cannot serve the problem (the message says why, and which can).
+            algorithm cannot compute the problem (the message says why, and which algorithms can).
     """
     prepared: PreparedFilter | None = None
     if not isinstance(w, PreparedFilter):
@@ -307,8 +307,7 @@ def conv_general_dilated(
         rhs_dilation: n dilations of the filter, default 1.
         dimension_numbers: as in ``jax.lax``: None, three strings or ``ConvDimensionNumbers``.
         feature_group_count: groups of channels.
-        batch_group_count: groups of the batch; each convolves with its own slice of the output
-            channels.
+        batch_group_count: groups of the batch; each produces its own slice of the output channels.
         precision: least accuracy for float32 operands, in any form that ``jax.lax`` takes.
         preferred_element_type: dtype of the result; by default that of the operands.
         out_sharding: None, or the sharding of the result on a mesh with explicit axes: a
@@ -409,10 +408,9 @@ def conv_transpose(
     residual: ArrayLike | None = None,
     activation: Activation = None,
 ) -> jax.Array:
-    """``jax.lax.conv_transpose`` on this library's kernels, with some parameters more.
+    """``jax.lax.conv_transpose`` on this library's kernels, with additional parameters.
 
-    The transpose of a convolution is its data gradient, and is computed as one: no zeros are
-    inserted or multiplied.
+    It is computed as the data gradient of a convolution: no zeros are inserted or multiplied.
 
     ``torch.nn.functional.conv_transpose2d(x, w, None, s, p, output_padding, groups, d)`` is
 
@@ -422,32 +420,32 @@ def conv_transpose(
 
     with w as PyTorch stores it, (C, K / groups, R, S). ``tf.keras.layers.Conv2DTranspose`` is the
     same with ("NHWC", "HWIO", "NHWC") and its filter (R, S, K, C). Its padding "same" is "SAME"
-    here; beside an ``output_padding`` it is the pairs (r // 2, r // 2) with r = (R - 1) d + 1, and
+    here; with ``output_padding`` it is the pairs (r // 2, r // 2) with r = (R - 1) d + 1, and
     ``use_consistent_padding``.
 
     Args:
         lhs: input of n + 2 dimensions.
         rhs: filters of n + 2 dimensions; same dtype as lhs.
         strides: n fractional strides: every axis grows by about this factor.
-        padding: "SAME" or "VALID", as of the convolution that this one transposes, or n pairs
-            (low, high) that pad the dilated input; with ``use_consistent_padding``, the pairs too
-            are the other convolution's, as in PyTorch. Without it, where every stride is 1, the
-            other names that ``conv_general_dilated`` knows mean what they mean there, as in lax.
+        padding: "SAME" or "VALID", as of the convolution that this one transposes, or n pairs (low,
+            high) that pad the dilated input; with ``use_consistent_padding``, the pairs also belong
+            to the other convolution, as in PyTorch. Without it, if every stride is 1, the other
+            names of ``conv_general_dilated`` have the meaning that they have there, as in lax.
         rhs_dilation: n dilations of the filter, default 1.
         dimension_numbers: as in ``conv_general_dilated``, by default channels last: ("NHWC",
             "HWIO", "NHWC") for two spatial axes.
-        transpose_kernel: reverses the window and exchanges the filter's channel axes, which makes
-            the result the data gradient of a convolution with this filter, as in Keras.
+        transpose_kernel: reverses the window and swaps the filter's channel axes, so that the
+            result is the data gradient of a convolution with this filter, as in Keras.
         precision, preferred_element_type, algorithm: as in ``conv_general_dilated``; the algorithm
             is that of the direction "dgrad".
         use_consistent_padding: see ``padding``.
-        groups: number of independent slices of the channels. The filter's input channels are those
-            of one group or, with ``transpose_kernel``, its output channels, as in PyTorch.
-        output_padding: further outputs on the high side, one number or one per spatial axis, each
-            less than the stride or the dilation there. Of the sizes that the convolution of this
-            stride brings to the one of lhs, it chooses a larger one.
+        groups: number of independent slices of the channels. The filter's input channels, or with
+            ``transpose_kernel`` its output channels (as in PyTorch), are those of one group.
+        output_padding: additional outputs on the high side, one number or one per spatial axis,
+            each less than the stride or the dilation there. It selects among the sizes for which a
+            convolution with this stride has the size of lhs.
         scale, bias, residual, activation: the epilogue, as in ``conv``: float32 sums, one rounding.
-            No kernel computes it with a data gradient; it is one elementwise pass of XLA's.
+            No kernel combines it with a data gradient: XLA computes it in one elementwise pass.
 
     Returns:
         The output, in the order of ``dimension_numbers``.
@@ -475,7 +473,7 @@ def conv_transpose(
     groups = arguments.integer("groups", groups, at_least=1)
     if transpose_kernel:
         out_features, in_features, *spatial = numbers.rhs_spec
-        if groups > 1:  # from the form of the other convolution's filter to lax's
+        if groups > 1:  # converts the other convolution's filter to lax's form
             if rhs.shape[out_features] % groups:
                 raise ValueError(
                     f"groups: {groups} does not divide the {rhs.shape[out_features]} channels of "
@@ -503,7 +501,7 @@ def conv_transpose(
 
 
 def _lax_operands(lhs: ArrayLike, rhs: ArrayLike, dimension_numbers: DimensionNumbers):
-    """Checks what lax's own entry points take: operands of any axis order, 0-D and up."""
+    """Checks operands of lax's entry points, in any axis order, 0-D and up."""
     lhs, rhs = arguments.operands("lhs", lhs, "rhs", rhs)
     if lhs.ndim != rhs.ndim:
         raise ValueError(f"rhs: expected {lhs.ndim} dimensions as lhs has, got shape {rhs.shape}")
@@ -536,9 +534,9 @@ def _convolve(
 ) -> jax.Array:
     """Checks a convolution in lax's form and binds its canonical form, fprop or dgrad.
 
-    ``transposed`` asks for dgrad, which is also the form of a dilated input. With
+    ``transposed`` requests dgrad, which is also the form for a dilated input. With
     ``filter_reversed``, rhs is then the filter of the convolution that this one transposes.
-    ``terms`` are the epilogue's.
+    ``terms``: those of the epilogue.
     """
     groups = arguments.integer(groups_name, groups, at_least=1)
     batch_groups = arguments.integer("batch_group_count", batch_groups, at_least=1)
@@ -571,7 +569,7 @@ def _convolve(
     out_shape = convolution.out_shape(lhs.shape, rhs.shape)
     transposed |= any(d > 1 for d in lhs_dilation) and all(s == 1 for s in stride)
     if 0 in (*lhs.shape, *rhs.shape, *out_shape):
-        transposed = False  # dgrad's padding is not defined, and the result is empty or zero
+        transposed = False  # dgrad's padding would be undefined, and the result is empty or zero
     op = Op.DGRAD if transposed else Op.FPROP
     form = canonical.form(convolution, op, lhs.shape, rhs.shape, out_shape)
     channels = out_spec[1]

@@ -1,4 +1,4 @@
-"""``jaxconv.int8.conv``: its arguments checked, padded and brought to the primitive's form."""
+"""``jaxconv.int8.conv``: checks and pads its arguments and converts them for the primitive."""
 
 from __future__ import annotations
 
@@ -62,18 +62,18 @@ def conv(
         t = fma(residual_scale, float32(residual[n, p, k]), t)
         t = activation(t)
 
-    in float32, each line rounded once, absent terms left out. An int8 or uint8 result is t rounded
-    to the nearest integer, ties to even, plus ``out_zero_point``, saturated (NaN counts as 0);
-    int32 is that without a zero point; a float result is t rounded to it. All bits are the same on
-    every device. Without a ``scale`` the result is the sums, in the ``out_dtype`` that is then
-    given: as int32, rounded to a float dtype, or their low 8 bits, as ``jax.lax`` gives them.
+    in float32, each line rounded once; absent terms are omitted. An int8 or uint8 result is t
+    rounded to the nearest integer, ties to even, plus ``out_zero_point``, saturated (NaN gives 0);
+    int32 is the same without a zero point; a float result is t rounded to its dtype. The bits are
+    the same on every device. Without a ``scale`` the result is the sums in ``out_dtype``, which is
+    then required: as int32, rounded to a float dtype, or their low 8 bits as in ``jax.lax``.
 
-    For y = s_y * y_q with real values x = s_x * x_q, w = s_w * w_q, z = s_z * z_q: scale is
-    s_x * s_w / s_y, bias is b / s_y, residual_scale is s_z / s_y. Negative scales, which a folded
-    batch normalisation makes, work as any other.
+    For y = s_y * y_q with real values x = s_x * x_q, w = s_w * w_q, z = s_z * z_q: scale is s_x *
+    s_w / s_y, bias is b / s_y, residual_scale is s_z / s_y. Negative scales, from a folded batch
+    normalisation, are allowed.
 
-    An int32 sum cannot overflow up to C / groups * R * S = 131,071 terms of int8 images and 65,793
-    of uint8; beyond, it wraps. There is no derivative: see ``fake_quant_conv``.
+    An int32 sum cannot overflow up to C / groups * R * S = 131,071 terms with int8 images and
+    65,793 with uint8; beyond, it wraps around. There is no derivative: see ``fake_quant_conv``.
 
     Source: MegEngine's int8 tensor core convolution (NCHW32, scale, bias, residual, activation and
     rounding in the epilogue), with a scale for each channel.
@@ -81,41 +81,41 @@ def conv(
     Args:
         x: int8 or uint8 images: a ``Packed``, or an array (N, *spatial, C) with one to three
             spatial axes.
-        w: int8 filters: a ``PackedFilter``, or an array (*window, C / groups, K), which is packed
-            in the program, in every call; groups are then C over its input channels.
-        scale: float32 scalar, (K,), or (N, K) for a scale of each image.
+        w: int8 filters: a ``PackedFilter``, or an array (*window, C / groups, K), which every call
+            packs again; groups are then C divided by its input channels.
+        scale: float32 scalar, (K,), or (N, K) for one scale per image.
         bias: float32 (K,), in units of the result.
-        residual: added before the activation; what the result is, ``Packed`` or an array, of its
+        residual: added before the activation; like the result a ``Packed`` or an array, with its
             shape and dtype.
         residual_scale: float32 scalar.
         stride: step of the window, one number or one for each spatial axis.
-        padding: as in ``jaxconv.conv``; padding holds ``zero_point``.
+        padding: as in ``jaxconv.conv``; pads with ``zero_point``.
         dilation: step between the taps of a filter, one number or one for each spatial axis.
         activation: None, "relu" or "relu6", as in ``jaxconv.conv``.
         out_dtype: int8, uint8, int32, float32, bfloat16 or float16; with a ``scale`` int8 by
             default.
-        data_format: of the result, in any case: "channels_last" for an array ("NWC", "NHWC" or
-            "NDHWC", by its axes), or "NCHW32" for a ``Packed``; by default that of x. An image of
-            at most 4 channels is read as it lies for either. "channels_first" ("NCW", "NCHW" or
-            "NCDHW") is said of arrays x, residual and result with the channels before the
-            positions; XLA transposes them, and cancels what it transposes between layers.
-        zero_point: the value of x that stands for 0.
-        out_zero_point: the value of an int8 or uint8 result that stands for 0.
-        algorithm: "auto", "native", a kernel family, an instance, or "xla", as in
-            ``jaxconv.conv``; or "winograd_f2x2" or "winograd_f4x4" of int8 images, 3x3 filters,
-            stride 1 and one group, which is not exact: the sums above are then those of
-            docs/winograd.md, which states their error.
-        layout: what ``data_format`` was called before; it warns.
+        data_format: the result's format, in any case: "channels_last" for an array ("NWC", "NHWC"
+            or "NDHWC", by its axes), or "NCHW32" for a ``Packed``; by default that of x. An image
+            with at most 4 channels needs no conversion for either. "channels_first" ("NCW", "NCHW"
+            or "NCDHW") means that the arrays x, residual and result have the channels before the
+            positions; XLA transposes them, and cancels opposite transposes between layers.
+        zero_point: the value of x that represents 0.
+        out_zero_point: the value of an int8 or uint8 result that represents 0.
+        algorithm: "auto", "native", a kernel family, an instance, or "xla", as in ``jaxconv.conv``;
+            or "winograd_f2x2" or "winograd_f4x4" for int8 images, 3x3 filters, stride 1 and one
+            group. Winograd is not exact: docs/winograd.md defines its sums and states their error.
+        layout: the deprecated name of ``data_format``; it warns.
 
     Returns:
         (N, *out_spatial, K), channels first (N, K, *out_spatial), or a ``Packed`` of K channels.
 
     Raises:
-        TypeError: an operand has the wrong dtype, or is packed where an array is meant or the
+        TypeError: an operand has the wrong dtype, or is packed where an array is required or the
             reverse.
         ValueError: shapes, channels, formats or window parameters do not fit; a scale, bias or
-            residual_scale of the wrong shape, or one that is known and not finite; other terms, or
-            no ``out_dtype``, without a scale; or a demanded algorithm that cannot serve.
+            residual_scale has the wrong shape, or is known and not finite; there are other terms,
+            or no ``out_dtype``, without a scale; or the demanded algorithm cannot compute the
+            problem.
     """
     data_format = renamed("layout", layouts.from_layout(layout), "data_format", data_format)
     if data_format is not None:
@@ -232,11 +232,11 @@ def _channels_last(name: str, value) -> jax.Array:
 
 
 class _Images:
-    """x and w checked against each other, x in the layout of the kernel, w packed for it.
+    """Checked operands: x in the layout of the kernel, w packed for it.
 
     Attributes:
-        data: int8 or uint8, in ``kernel_layout`` with the channels that ``filters`` stores.
-        n, spatial: images and their extents.
+        data: int8 or uint8, in ``kernel_layout``, with as many channels as ``filters`` stores.
+        n, spatial: the number of images and their extents.
         filters: a ``PackedFilter``.
         kernel_layout: "nhwc" or "nchw32".
         out_layout: "NHWC" or "NCHW32", of the result.
@@ -271,7 +271,7 @@ class _Images:
 
 
 def _filters(w, packed: bool, spatial: tuple[int, ...], channels: int) -> PackedFilter:
-    """w as a ``PackedFilter`` that fits images of these extents and channels."""
+    """w as a ``PackedFilter`` that fits images with these extents and channels."""
     rank, layout = len(spatial), "NCHW32" if packed else "channels_last"
     if isinstance(w, PackedFilter):
         w = int8_layout.checked_filter("w", w)
@@ -344,7 +344,7 @@ def _out_zero_point(value: int, dtype: np.dtype) -> int:
 
 
 def _float32(name: str, value: ArrayLike, shapes: Sequence[tuple[int, ...]]) -> jax.Array:
-    """A term of the epilogue: of one of these shapes, and finite where it is known."""
+    """A term of the epilogue, checked to have one of these shapes and, if known, to be finite."""
     array = operand.array(name, value)
     if jnp.issubdtype(array.dtype, jnp.complexfloating):
         raise TypeError(f"{name}: expected float32, got {array.dtype.name}")
@@ -363,7 +363,7 @@ def _first_not_finite(value: ArrayLike) -> float:
 
 
 def _padded(data: jax.Array, layout: str, pairs, value: int) -> tuple[jax.Array, tuple[int, ...]]:
-    """Images padded on their spatial axes, and the extents they then have."""
+    """Images padded on their spatial axes, and the resulting extents."""
     first = 2 if layout == "nchw32" else 1
     config = [(0, 0, 0)] * data.ndim
     for axis, (lo, hi) in enumerate(pairs):
@@ -399,7 +399,7 @@ def _sums_of(spec: Int8Spec) -> Int8Spec:
 
 
 def _of_sums(sums: jax.Array, dtype: np.dtype) -> jax.Array:
-    """A result without a scale, from int32 sums."""
+    """The result of int32 sums without a scale."""
     if jnp.issubdtype(dtype, jnp.integer):
         return sums.astype(dtype)
     return sums.astype(np.float32).astype(dtype)

@@ -1,7 +1,7 @@
 """``conv_general_dilated_patches`` and ``conv_general_dilated_local`` of ``jax.lax``, by copying.
 
-lax multiplies the input by a filter of zeros and ones, at the precision of a product. Here windows
-are copied: their elements are the input's, whatever the precision, and a NaN stays in its place.
+lax multiplies the input by a filter of zeros and ones, with the precision of a product. Here
+windows are copied: elements are exact at every precision, and a NaN stays in its position.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def _windows(
     rhs_dilation: Sequence[int] | None,
     dimension_numbers: DimensionNumbers,
 ) -> tuple[jax.Array, lax.ConvDimensionNumbers]:
-    """The windows of lhs, (n, *out_spatial, c * taps), the channel outermost, and the axes."""
+    """The windows of lhs, (n, *out_spatial, c * taps), channels outermost, and the axes."""
     rank = lhs.ndim - 2
     if rank < 0:
         raise ValueError(f"lhs: expected at least 2 dimensions, got shape {lhs.shape}")
@@ -80,7 +80,7 @@ def _windows(
 
 
 def _ordered(array: jax.Array, out_spec: Sequence[int]) -> jax.Array:
-    """From (n, *spatial, channels) to the order of the result."""
+    """Transposes (n, *spatial, channels) to the axis order of the result."""
     batch, channels, *spatial = out_spec
     return lax.transpose(array, tuple(int(a) for a in np.argsort([batch, *spatial, channels])))
 
@@ -98,7 +98,7 @@ def conv_general_dilated_patches(
 ) -> jax.Array:
     """``jax.lax.conv_general_dilated_patches``: the windows of a convolution, as channels.
 
-    Copies, and multiplies nothing: exact at every precision and for every dtype.
+    Copies without multiplication: exact at every precision and for every dtype.
 
     Args:
         lhs: input of n + 2 dimensions, in the order of ``dimension_numbers``.
@@ -135,15 +135,15 @@ def conv_general_dilated_local(
     dimension_numbers: DimensionNumbers = None,
     precision: PrecisionLike = None,
 ) -> jax.Array:
-    """``jax.lax.conv_general_dilated_local``: a filter of its own for every output position.
+    """``jax.lax.conv_general_dilated_local``: a separate filter for every output position.
 
     The windows are copied, and XLA multiplies them by the filters, a matrix product for each
     position.
 
     Args:
         lhs: input of n + 2 dimensions, in the order of ``dimension_numbers``.
-        rhs: filters of n + 2 dimensions: their spatial axes are those of the output, their input
-            channels the channels of ``conv_general_dilated_patches``.
+        rhs: filters of n + 2 dimensions: spatial axes as in the output, and as many input channels
+            as ``conv_general_dilated_patches`` has channels.
         filter_shape: the n extents of the window, in the order of the filter's axes.
         window_strides, padding, lhs_dilation, rhs_dilation, dimension_numbers, precision: as in
             ``conv_general_dilated``.

@@ -1,7 +1,7 @@
 """Quantisation on plain arrays: scales, int8 weights, folded batch norm, fake quantisation.
 
-A quantised array q stands for the numbers scale * q. Scales are float32 and positive; int8 is used
-symmetrically, from -127 to 127, so that zero is exact and no product needs a zero point.
+A quantised array q represents the numbers scale * q. Scales are float32 and positive; int8 is used
+symmetrically, from -127 to 127, so that zero is exact and products need no zero point.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _RANGE: dict[np.dtype, tuple[int, int]] = {
 }
 _LIMIT = 127
 
-# Below it a scale and its reciprocal are not both normal float32 numbers.
+# Below this maximum, the scale or its reciprocal is not a normal float32 number.
 _LEAST_MAX = _LIMIT * float(np.finfo(np.float32).tiny)
 
 # A histogram of magnitudes counts float32 numbers by their upper bits: sign (always 0), 8 of
@@ -71,7 +71,7 @@ def quantize(
 
 
 def dequantize(q: ArrayLike, scale: ArrayLike, *, zero_point: int = 0) -> jax.Array:
-    """The float32 numbers that a quantised array stands for: ``scale * (q - zero_point)``.
+    """The float32 numbers that a quantised array represents: ``scale * (q - zero_point)``.
 
     Args:
         q: integer array of any shape.
@@ -82,14 +82,14 @@ def dequantize(q: ArrayLike, scale: ArrayLike, *, zero_point: int = 0) -> jax.Ar
 
 
 def max_scale(x: ArrayLike, axis: int | Sequence[int] | None = None) -> jax.Array:
-    """The scale at which the greatest magnitude becomes 127: ``max(abs(x)) / 127``.
+    """The scale that maps the greatest magnitude to 127: ``max(abs(x)) / 127``.
 
     Args:
         x: floating-point array.
         axis: the axes to reduce; all of them by default, which gives a scalar.
 
     Returns:
-        float32; 1 where every element is 0.
+        float32; 1 where all elements are 0.
     """
     greatest = jnp.max(jnp.abs(jnp.asarray(x).astype(jnp.float32)), axis, initial=0)
     return jnp.where(greatest <= _LEAST_MAX, _LIMIT, greatest) / _LIMIT
@@ -123,17 +123,16 @@ def fold_batch_norm(
     eps: float = 1e-5,
     bias: ArrayLike | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Folds the batch normalisation behind a convolution into its filter and a bias.
+    """Folds the batch normalisation after a convolution into its filter and a bias.
 
-    With the running statistics, ``gamma * (conv(x, w) + bias - mean) / sqrt(var + eps) + beta`` is
-    ``conv(x, folded) + folded_bias``.
+    With the running statistics, ``gamma * (conv(x, w) + bias - mean) / sqrt(var + eps) + beta``
+    equals ``conv(x, folded) + folded_bias``.
 
     Args:
         w: filter (*window, C / groups, K).
         gamma, beta: scale and offset of the normalisation, (K,).
         mean, var: its running mean and variance, (K,).
-        eps: what it adds to the variance. The libraries differ: 1e-5 in Flax, PyTorch and Haiku,
-            1e-3 in Keras.
+        eps: its addend to the variance: 1e-5 in Flax, PyTorch and Haiku, 1e-3 in Keras.
         bias: the convolution's own bias, (K,); none by default.
 
     Returns:
@@ -161,20 +160,20 @@ def calibrate(
     *,
     percentile: float | None = None,
 ) -> Any:
-    """Finds the scales of activations by running a network on examples.
+    """Determines the scales of activations by running a network on examples.
 
     Args:
-        activations: batch -> a pytree of the floating-point arrays that are to be quantised. It is
-            traced by ``jax.jit``.
+        activations: maps a batch to a pytree of the floating-point arrays to quantise. ``jax.jit``
+            traces it.
         batches: inputs of ``activations``, at least one; each is used once.
         percentile: None takes the greatest magnitude, so that nothing is clipped. A number from 50
-            to 100, usually 99.9 to 99.999, takes the magnitude that so many per cent of all
-            elements of all batches do not exceed, and clips the others. It is read off a histogram
-            of 65,536 bins in proportion to the magnitude, and is at most 0.4 % too large.
+            to 100, usually 99.9 to 99.999, takes the magnitude that this percentage of all elements
+            of all batches does not exceed, and clips the others. It comes from a histogram of
+            65,536 bins with widths proportional to the magnitude, and is at most 0.4 % too large.
 
     Returns:
-        A pytree of the same structure: for each array one scale, a float32 NumPy scalar, at which
-        that magnitude becomes 127; 1 where every element was 0.
+        A pytree of the same structure: for each array one scale, a float32 NumPy scalar, that maps
+        this magnitude to 127; 1 where all elements were 0.
 
     Raises:
         TypeError: the percentile is no number.
@@ -183,7 +182,7 @@ def calibrate(
     """
     if percentile is not None:
         percentile = _percentile(percentile)
-    # Of each array the greatest magnitude, and the histogram where it is asked for.
+    # For each array the greatest magnitude, and with a percentile the histogram.
     measured = _greatest if percentile is None else _histogram
 
     @jax.jit
@@ -209,10 +208,10 @@ def calibrate(
 
 
 def _percentile(value: Any) -> float:
-    """A percentile, as a number that may be meant as one.
+    """Checks that a value is a plausible percentile.
 
     Raises:
-        TypeError, ValueError: it is none.
+        TypeError, ValueError: it is not.
     """
     if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
         raise TypeError(f"percentile: expected a number from 50 to 100, or None, got {value!r}")
@@ -223,7 +222,7 @@ def _percentile(value: Any) -> float:
 
 
 class _Magnitudes(NamedTuple):
-    """What is known of the magnitudes of an array: the greatest, and how many are in each bin."""
+    """The magnitudes of an array: the greatest, and the count in each bin."""
 
     greatest: Any  # float32
     counts: Any  # (_BINS,) integers, or None
@@ -233,7 +232,7 @@ class _Magnitudes(NamedTuple):
         return _Magnitudes(np.maximum(self.greatest, other.greatest), counts)
 
     def limit(self, percentile: float) -> float:
-        """The magnitude that so many per cent of the elements do not exceed."""
+        """The magnitude that this percentage of the elements does not exceed."""
         if self.counts is None or percentile == 100:
             return float(self.greatest)
         below = np.cumsum(self.counts)
@@ -243,7 +242,7 @@ class _Magnitudes(NamedTuple):
 
 
 def _checked(path: Any, magnitudes: _Magnitudes) -> _Magnitudes:
-    """One batch's magnitudes, ready to be merged with those of others.
+    """One batch's magnitudes, to be merged with those of others.
 
     Raises:
         ValueError: there was an infinity or a NaN.
@@ -252,7 +251,7 @@ def _checked(path: Any, magnitudes: _Magnitudes) -> _Magnitudes:
     if not np.isfinite(greatest):
         where = jax.tree_util.keystr(path)
         raise ValueError(f"activations{where}: expected finite numbers, got {greatest}")
-    # The counts of one batch fit 32 bits, those of all batches need not.
+    # The counts of one batch fit in 32 bits; those of all batches may not.
     return _Magnitudes(greatest, None if counts is None else counts.astype(np.int64))
 
 
@@ -272,13 +271,13 @@ def _histogram(x: jax.Array) -> _Magnitudes:
 
 
 class QuantizedConv(NamedTuple):
-    """The constants of a quantised convolution, in the order in which ``int8.conv`` takes them.
+    """The constants of a quantised convolution, in the order of ``int8.conv``'s arguments.
 
         y = int8.conv(x, *layer, activation="relu")
 
     Attributes:
         w: the packed int8 filter.
-        scale: (K,) float32; the sum times it is the result in units of the result's scale.
+        scale: (K,) float32; scale times the sum is the result in units of the result's scale.
         bias: (K,) float32 in the same units, or None.
     """
 
@@ -301,9 +300,9 @@ def quantize_conv(
 ) -> QuantizedConv:
     """Quantises a convolution's constants for given scales of its input and output.
 
-    The int8 sum stands for x_scale * w_scale[k] * sum. So the scale of requantisation is
-    ``x_scale * w_scale / y_scale`` and the bias ``bias / y_scale``; a residual of scale z_scale is
-    added with ``residual_scale = z_scale / y_scale``.
+    The int32 sum represents x_scale * w_scale[k] * sum. So the requantisation scale is ``x_scale *
+    w_scale / y_scale`` and the bias ``bias / y_scale``; a residual with the scale z_scale needs
+    ``residual_scale = z_scale / y_scale``.
 
     Args:
         w: floating-point filter (*window, C / groups, K).
@@ -311,10 +310,10 @@ def quantize_conv(
         x_scale: scale of the input, ().
         y_scale: scale of the int8 output, (); None for a floating-point output.
         w_scale: scale of the filter, () or (K,); by default ``max_scale`` of each output channel.
-        groups: of the convolution.
-        data_format: of the input that the packed filter will meet, as in ``pack_filter``; "NCHW32"
-            by default.
-        layout: what ``data_format`` was called before; it warns.
+        groups: groups of the convolution.
+        data_format: the format of the convolution's input, as in ``pack_filter``; "NCHW32" by
+            default.
+        layout: the deprecated name of ``data_format``; it warns.
 
     Raises:
         TypeError: the filter is not floating-point.
@@ -351,12 +350,12 @@ def _quantize_conv(w, bias, x_scale, y_scale, w_scale, *, groups, data_format) -
 
 
 def fake_quantize(x: ArrayLike, scale: ArrayLike) -> jax.Array:
-    """Rounds numbers to what int8 holds: ``scale * clip(round(x / scale), -127, 127)``.
+    """Rounds numbers to int8 multiples of the scale: ``scale * clip(round(x / scale), -127, 127)``.
 
-    The gradient is straight through (Bengio et al. 2013, arXiv:1308.3432): that of x passes where
-    x / scale rounds to -127 ... 127, and is 0 where x is clipped. The gradient of the scale is that
-    of learned step sizes (Esser et al. 2020, arXiv:1902.08153), without its factor;
-    ``lax.stop_gradient`` on the scale keeps it fixed.
+    The gradient uses the straight-through estimator (Bengio et al. 2013, arXiv:1308.3432): for x it
+    passes where x / scale rounds to -127 ... 127, and is 0 where x is clipped. The gradient of the
+    scale is that of learned step sizes (Esser et al. 2020, arXiv:1902.08153), without its gradient
+    scaling factor; apply ``lax.stop_gradient`` to keep the scale fixed.
 
     Args:
         x: floating-point array.
@@ -368,10 +367,10 @@ def fake_quantize(x: ArrayLike, scale: ArrayLike) -> jax.Array:
     x = jnp.asarray(x)
     steps = x.astype(jnp.float32) * _reciprocal("scale", scale)
     whole = jnp.round(steps)
-    # Half a step beyond the limit is still rounded to it: the greatest magnitude, at its own scale,
-    # may come out as 127 and a last bit.
+    # Half a step beyond the limit still rounds to it: the greatest magnitude, divided by its own
+    # scale, may be 127 plus an ulp.
     passed = jnp.where(jnp.abs(whole) <= _LIMIT, steps, _LIMIT * jnp.sign(steps))
-    # Exact: the difference is at most a half, and the sum is the rounded number.
+    # Exact: the difference is at most 1/2, and the sum is the rounded number.
     rounded = passed + lax.stop_gradient(jnp.clip(whole, -_LIMIT, _LIMIT) - passed)
     return (rounded * jnp.asarray(scale, jnp.float32)).astype(x.dtype)
 
@@ -388,30 +387,30 @@ def fake_quant_conv(
     dilation: int | Sequence[int] = 1,
     groups: int = 1,
 ) -> jax.Array:
-    """A convolution for quantisation-aware training: int8 forwards, straight-through gradients.
+    """A convolution for quantisation-aware training: int8 forward, straight-through gradients.
 
-    Forwards it quantises both operands, runs ``int8.conv`` and multiplies the sums with both
-    scales, so that training sees the arithmetic of inference. Backwards it is the convolution of
-    ``fake_quantize(x, x_scale)`` and ``fake_quantize(w, w_scale)`` in x's dtype: the gradient
-    of an operand is 0 where it was clipped, and of float32 has the precision of
-    ``jax_default_matmul_precision``. Works inside jit, grad and vmap, in reverse mode.
+    The forward pass quantises both operands, runs ``int8.conv`` and multiplies the sums by both
+    scales, so that training sees the arithmetic of inference. The backward pass is that of the
+    convolution of ``fake_quantize(x, x_scale)`` and ``fake_quantize(w, w_scale)`` in x's dtype: an
+    operand's gradient is 0 where the operand was clipped, and float32 gradients have the precision
+    of ``jax_default_matmul_precision``. It works inside jit, grad and vmap, in reverse mode.
 
     Args:
         x: float32, bfloat16 or float16 array (N, *spatial, C), of 1 to 3 spatial axes.
         w: floating-point filter (*window, C / groups, K).
-        x_scale: positive float32, () or one for each image, (N,); by default ``max_scale(x)``,
+        x_scale: positive float32, () or (N,), one for each image; by default ``max_scale(x)``,
             without a gradient.
         w_scale: positive float32, () or (K,); by default ``max_scale`` of each output channel,
             without a gradient.
         stride, padding, dilation: as in ``jaxconv.conv``.
-        groups: groups of channels; more than one need multiples of 32 channels each, of both
+        groups: groups of channels; several groups need multiples of 32 channels each in both
             operands.
 
     Returns:
         (N, *out_spatial, K) in x's dtype.
 
     Raises:
-        TypeError: an operand is not of a floating-point type that int8 sums can be rounded to.
+        TypeError: an operand has no floating-point type to which int8 sums can be rounded.
         ValueError: ranks, channels, scales or window parameters do not fit.
     """
     x, w = jnp.asarray(x), jnp.asarray(w)
@@ -419,7 +418,7 @@ def fake_quant_conv(
     step = arguments.per_axis("dilation", dilation, x.ndim - 2)
     x, padding = arguments.continued(x, range(1, x.ndim - 1), padding, w.shape[:-2], step)
     spec = _spec(x, w, stride, padding, dilation, groups)
-    spec = dataclasses.replace(spec, precision=canonical.precision_name(None))  # of the gradients
+    spec = dataclasses.replace(spec, precision=canonical.precision_name(None))  # of gradients
     if x_scale is None:
         x_scale = lax.stop_gradient(max_scale(x))
     if np.shape(x_scale) not in ((), (x.shape[0],)):
@@ -430,7 +429,7 @@ def fake_quant_conv(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
 def _fake_quant_conv(x, w, x_scale, w_scale, spec: ConvSpec) -> jax.Array:
-    # A scale for each image has an axis of its own beside the channels'.
+    # A scale for each image needs an axis in addition to the channels.
     scale = x_scale[:, None] * w_scale if x_scale.ndim else x_scale * w_scale
     if x_scale.ndim:
         scale = jnp.broadcast_to(scale, (x.shape[0], w.shape[-1]))
@@ -467,7 +466,7 @@ def _per_image(scale: jax.Array, rank: int) -> jax.Array:
 
 
 def _weight_scale(w: jax.Array, scale: ArrayLike | None) -> jax.Array | np.ndarray:
-    """The scale of a filter, () or (K,); that of each output channel where none is given."""
+    """The scale of a filter, () or (K,); by default one for each output channel."""
     if scale is None:
         return lax.stop_gradient(max_scale(w, tuple(range(w.ndim - 1))))
     if np.shape(scale) not in ((), w.shape[-1:]):
@@ -480,7 +479,7 @@ def _on_device(value: Any) -> bool:
 
 
 def _reciprocal(name: str, scale: ArrayLike) -> jax.Array | np.ndarray:
-    """1 / scale in float32, on the host where the scale is there."""
+    """1 / scale in float32, computed on the host if the scale is a host value."""
     _check_positive(name, scale)
     if isinstance(scale, jax.core.Tracer):
         return 1 / scale.astype(jnp.float32)
@@ -488,7 +487,7 @@ def _reciprocal(name: str, scale: ArrayLike) -> jax.Array | np.ndarray:
 
 
 def _check_positive(name: str, scale: ArrayLike) -> None:
-    """Refuses a scale that is known and is not positive and finite."""
+    """Refuses a known scale that is not positive and finite."""
     if isinstance(scale, jax.core.Tracer):
         return
     values = np.asarray(scale, np.float32)

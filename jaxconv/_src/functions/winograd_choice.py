@@ -1,4 +1,4 @@
-"""Which tile to prepare a filter for: the one of the kernel that is predicted fastest."""
+"""Chooses the tile to prepare a filter for: that of the fastest predicted kernel."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def faster_tile(
     data_format: str | None = None,
     algorithm: str = "winograd",
 ) -> str | None:
-    """The tile that makes a convolution faster than the direct kernel, its filter being prepared.
+    """The tile with which a prepared filter is faster than the direct kernel, or None.
 
         tile = winograd.faster_tile(x, w)
         if tile is None:
@@ -38,18 +38,18 @@ def faster_tile(
         else:
             y = jaxconv.conv(x, winograd.prepare(w, tile), algorithm="winograd")
 
-    By prediction for the GPU of this process (or $JAXCONV_TARGET), at stride 1; "auto" is what it
-    is compared with. The filter's transform does not count.
+    The times are predicted for the GPU of this process (or $JAXCONV_TARGET), at stride 1, and
+    compared with "auto". The filter's transform does not count.
 
     Args:
         x, w: input and filter as of ``jaxconv.conv``, arrays or their shapes and dtypes.
         padding, groups, data_format: as of ``jaxconv.conv``; no padding by Flax's names.
-        algorithm: what is in question, and demanded of ``jaxconv.conv`` then: "winograd", every
+        algorithm: the candidates, and the later argument of ``jaxconv.conv``: "winograd", every
             tile, or a name such as "winograd_f4x4" (the error of "f6x6" is three times as large).
 
     Returns:
-        A name for ``prepare``, or None where no kernel that reads prepared filters takes the
-        convolution or is predicted faster; on a CPU always.
+        A name for ``prepare``; None if no kernel for prepared filters accepts the convolution or is
+        predicted faster; always None on a CPU.
 
     Raises:
         ValueError: algorithm, shapes, padding, groups or format do not fit.
@@ -84,7 +84,7 @@ def faster_tile(
     demand = dataclasses.replace(spec, algorithm=(algorithm,) * 3)
     least, best = direct.expected_microseconds, None
     for tile in tiles:
-        no_data: Any = None  # of which nothing is asked here
+        no_data: Any = None  # not needed here
         made = PreparedFilter(no_data, tile, dtype, sizes.c // groups, sizes.k, groups)
         chosen, _ = winograd_prepared.Prepared(demand, made, dtype).select_kernel("cuda", sizes)
         if chosen.instance and chosen.microseconds < least:

@@ -1,1 +1,1 @@
-"""Finding epilogues, sums and pooling in programs that do not know them."""
+"""Finds epilogues, sums and pooling in programs written without them."""

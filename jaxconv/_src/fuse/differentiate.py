@@ -1,15 +1,16 @@
-"""Derivatives inside of ``fuse``: JAX differentiates the fused function.
+"""Derivatives inside ``fuse``: JAX differentiates the fused function.
 
-``jax.grad(fuse(loss))`` differentiates fused calls by their rules. ``fuse(train_step)`` reaches the
-same calls: while ``fuse`` traces, JAX differentiates ``fuse`` of each function in its place. The
-program of a derivative would show a convolution's result with uses that the forward pass lacks.
+``jax.grad(fuse(loss))`` differentiates fused calls by their rules. ``fuse(train_step)`` leads to
+the same calls: while ``fuse`` traces, JAX differentiates ``fuse`` of each function instead of the
+function. In the program of a derivative, a convolution's result would have uses that the forward
+pass lacks.
 
-``compat.replace_differentiated`` places this in JAX once, for the life of the process. Each
-derivative asks ``fuse_trace.options_in_force``, which belongs to one thread and is None outside of
-``fuse``'s traces: there, and in other threads, derivatives are JAX's own.
+``compat.replace_differentiated`` installs this in JAX once per process. Each derivative reads
+``fuse_trace.options_in_force``, which is thread-local and None outside the traces of ``fuse``;
+derivatives are then JAX's own.
 
-A function stays as it is where it is no program apart from its caller: it branches on the value by
-which it is differentiated, or the rule of a custom derivative in it needs a value of its trace.
+A function stays unchanged if it cannot be traced apart from its caller: it branches on the
+differentiated value, or the rule of a custom derivative in it needs a value of its trace.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _log = logging.getLogger("jaxconv")
 
 
 def _fused(function: Callable) -> Callable:
-    """What JAX is to differentiate in the place of a function, in the trace at hand."""
+    """The function that JAX differentiates instead of a function, in the current trace."""
     options = fuse_trace.options_in_force()
     if options is None or not options.gradients:
         return function
@@ -47,13 +48,13 @@ def _fused(function: Callable) -> Callable:
 
 
 class _LeftError(Exception):
-    """A function that is no program apart from its caller."""
+    """A function that cannot be traced apart from its caller."""
 
 
 def _evaluated(function: Callable, args: tuple[Any, ...], options: fuse_trace.Options) -> Any:
     try:
         traced = fuse_trace.traced(function, args, {}, options)
-    except Exception as error:  # where it is not about this trace, the function raises it again
+    except Exception as error:  # unless it concerns this trace, the function raises it again
         raise _LeftError(str(error).partition("\n")[0]) from error
     compat.end_trace(traced.trace)
     try:
@@ -67,7 +68,7 @@ _placed: bool | None = None  # None before the first `fuse`
 
 
 def place() -> None:
-    """Replaces what JAX differentiates, once in a process; warns once where that has no effect."""
+    """Replaces the functions that JAX differentiates, once per process; warns if that fails."""
     global _placed
     with _placing:
         if _placed is None:

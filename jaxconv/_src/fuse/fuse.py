@@ -1,4 +1,4 @@
-"""``fuse``: a function with its convolutions and what follows them in one call each."""
+"""``fuse``: makes a convolution and the operations that follow it one call."""
 
 from __future__ import annotations
 
@@ -27,46 +27,45 @@ def fuse(
 
 
 def fuse(fun: Callable | None = None, *, fold: bool = False, gradients: bool = True) -> Callable:
-    """A function that computes the same, with elementwise operations in the convolutions' calls.
+    """Returns an equivalent function with elementwise operations inside the convolutions' calls.
 
-    Behind each convolution, of ``jax.lax`` or of this library, a chain of
+    After each convolution of ``jax.lax`` or of this library, a chain of
 
         scale and bias per channel (batch norm with running statistics too), one sum with an array
         of the result's shape, an activation, and conversions between floating-point types
 
     becomes part of the convolution's call, ``conv(x, w, scale=, bias=, residual=, activation=)``,
-    where each value on the way has one use. Mean and variance of its result, which batch norm in
-    training takes, come from the call too (``statistics=True``) where a kernel forms them. Layers
-    of normalisation and max pooling become calls whose derivatives take fewer passes over the
-    activations, and scatter nothing. The arithmetic is float32, rounded once at
-    the end, so that in 16 bits results are more accurate than the program's; scale and bias are
-    collected in float32. docs/fusing.md lists what is recognised.
+    if each intermediate value has one use. The call also returns the mean and variance of its
+    result for batch norm in training (``statistics=True``), if a kernel computes them.
+    Normalisation and max pooling layers become calls whose derivatives make fewer passes over the
+    activations and use no scatter. The arithmetic is float32, rounded once at the end, so 16-bit
+    results are more accurate than the program's; scale and bias are combined in float32.
+    docs/fusing.md lists the recognised operations.
 
         logits = jax.jit(jaxconv.fuse(model.apply))(variables, images)
         step = jax.jit(jaxconv.fuse(train_step), donate_argnums=0)
 
     A gradient may be taken outside (``jax.grad(fuse(f))``) or inside (``fuse(train_step)``): JAX
-    differentiates the fused function in both. The convolutions that are left as they are stay lax's
-    where they are; ``install`` and ``override`` serve them as usual. ``jaxconv.explain(fuse(f),
-    *args)`` shows what each call computes, and why its chain ends where it does.
+    differentiates the fused function in both. Convolutions of lax without a chain stay unchanged;
+    ``install`` and ``override`` apply to them as usual. ``jaxconv.explain(fuse(f), *args)`` shows
+    what each call computes, and why its chain ends.
 
-    ``with jaxconv.override(fuse=False)`` leaves a part of a function as it is, and the environment
+    ``with jaxconv.override(fuse=False)`` excludes a part of a function, and the environment
     variable JAXCONV_FUSE=0 all functions of a process.
 
     Args:
-        fun: a function of arrays in pytrees. Its program must not depend on values that it changes
-            in place; stateful modules are split as for ``jax.grad``. Arguments that are no arrays
-            are constants.
-        fold: multiply scales into the filters where both are constants of the program (arrays that
-            ``fun`` captures, not arguments). It saves the multiplication; the filter is rounded
-            once more to its dtype.
-        gradients: where ``fun`` takes a derivative, by ``jax.grad``, ``vjp``, ``linearize``,
-            ``jvp`` and what is made of these, JAX differentiates ``fuse`` of the function. A
-            function that cannot be traced apart from ``fun`` stays as it is. False leaves
-            derivatives to JAX: ``fuse`` sees their programs.
+        fun: a function of arrays in pytrees. It must not change its arguments in place; split
+            stateful modules as for ``jax.grad``. Arguments that are no arrays are constants.
+        fold: multiplies scales into filters if both are constants of the program (arrays that
+            ``fun`` captures, not arguments). This saves the multiplication; the filter is rounded
+            to its dtype once more.
+        gradients: if ``fun`` takes a derivative, by ``jax.grad``, ``vjp``, ``linearize``, ``jvp``
+            or a function based on these, JAX differentiates ``fuse`` of the function. A function
+            that cannot be traced apart from ``fun`` stays unchanged. With False, JAX differentiates
+            the function, and ``fuse`` sees the resulting program.
 
     Returns:
-        The function. Every call traces ``fun`` again, so that it belongs inside ``jax.jit``.
+        The function. Every call traces ``fun`` again, so use it inside ``jax.jit``.
 
     Raises:
         TypeError: ``fun`` cannot be called, or an option is neither True nor False.
@@ -112,11 +111,10 @@ def value_and_grad(
         loss, gradients = jax.jit(jaxconv.value_and_grad(loss_fn))(params, batch)
 
     Args:
-        fun: the function, as in ``fuse``: every call traces it, so that values of its arguments
-            that are arrays are not known in it.
-        argnums: by which positional arguments to differentiate.
-        has_aux: whether ``fun`` returns a pair, of which the first part is differentiated.
-        holomorphic: whether ``fun`` is promised to be holomorphic.
+        fun: the function, as in ``fuse``; every call traces it, so array arguments are tracers.
+        argnums: the positional arguments by which to differentiate.
+        has_aux: whether ``fun`` returns a pair; only its first part is differentiated.
+        holomorphic: the caller's promise that ``fun`` is holomorphic.
         allow_int: whether to differentiate by integers, with gradients of dtype float0.
 
     Returns:
@@ -141,11 +139,11 @@ def grad(
         fun: the function, as in ``fuse``.
         argnums: as in ``value_and_grad``, like all that follow.
         has_aux: whether ``fun`` returns a pair.
-        holomorphic: whether it is promised to be holomorphic.
+        holomorphic: the caller's promise that it is holomorphic.
         allow_int: whether to differentiate by integers.
 
     Returns:
-        A function of ``fun``'s arguments that returns its gradient; with ``has_aux`` the gradient
+        A function of ``fun``'s arguments that returns its gradient; with ``has_aux``, the gradient
         and the second part of the pair.
 
     Raises:
@@ -161,10 +159,10 @@ def _flag(name: str, value: Any) -> bool:
 
 
 def _mutable(tree: Any) -> list[tuple[Any, list[Any]]]:
-    """The objects in a pytree that are no containers of Python's, each with its leaves.
+    """The objects in a pytree other than Python's containers, each with its leaves.
 
-    A function that assigns to a dictionary changes its own copy, as under ``jax.jit``. A module
-    that it changes in place (Flax's nnx) is the caller's.
+    A function that assigns to a dictionary changes its own copy, as under ``jax.jit``; a module
+    that it changes in place (Flax nnx) belongs to the caller.
     """
     objects = jax.tree.leaves(tree, is_leaf=lambda n: not isinstance(n, dict | list | tuple))
     return [
@@ -173,7 +171,7 @@ def _mutable(tree: Any) -> list[tuple[Any, list[Any]]]:
 
 
 def _check_unchanged(before: list[tuple[Any, list[Any]]]) -> None:
-    """Refuses a function that left other arrays in an object."""
+    """Raises an error if a function has replaced arrays in an object."""
     for module, leaves in before:
         after = jax.tree.leaves(module)
         if len(after) != len(leaves) or any(

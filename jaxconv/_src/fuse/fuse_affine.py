@@ -2,9 +2,9 @@
 
     value = sum over arrays i of (y_i - mean_i) * scale_i + offset_i
 
-with coefficients that vary over channels, or over examples and channels, however the program writes
-products, quotients, sums, conversions, broadcasts and reshapes. Coefficients stay expressions of
-the program's own vectors; ``Coefficient.value`` computes them in float32.
+with coefficients that vary over channels, or over examples and channels. The program may write them
+as any products, quotients, sums, conversions, broadcasts and reshapes. Coefficients stay
+expressions in the program's own vectors; ``Coefficient.value`` computes them in float32.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ class Coefficient:
     """A number for each channel, or for each example and channel.
 
     Attributes:
-        atoms: the arrays of the program that it is computed from.
+        atoms: the program's arrays from which it is computed.
         examples: whether it varies over examples.
-        compute: it of these arrays, in float32: a scalar, (C,) or (N, C).
-        number: what it is, where the program has it as a number.
+        compute: its float32 value from these arrays: a scalar, (C,) or (N, C).
+        number: its value if the program has it as a number.
     """
 
     atoms: tuple[Any, ...]
@@ -83,7 +83,7 @@ def _sum(a: Coefficient | None, b: Coefficient | None) -> Coefficient | None:
 
 
 def _product(a: Coefficient | None, b: Coefficient | None) -> Coefficient | None:
-    """A product in which None stands for 1."""
+    """A product; None stands for 1."""
     if a is None or b is None:
         return a if b is None else b
     found = combined(lambda x, y: x * y, a, b)
@@ -93,7 +93,7 @@ def _product(a: Coefficient | None, b: Coefficient | None) -> Coefficient | None
 MINUS_ONE = number(-1.0)
 
 
-# Elementwise operations of which coefficients may consist where a program broadcasts first.
+# Elementwise operations in coefficients of programs that broadcast first.
 _OF_COEFFICIENTS: dict[str, Callable[..., Any]] = {
     "add": lax.add,
     "sub": lax.sub,
@@ -108,14 +108,14 @@ _OF_COEFFICIENTS: dict[str, Callable[..., Any]] = {
 def coefficient(
     graph: Graph, atom: Any, axes: Axes, counts: tuple[int, int], depth: int = 0
 ) -> Coefficient | None:
-    """An operand with these axes as a coefficient, or None where it varies over positions.
+    """An operand with these axes as a coefficient, or None if it varies over positions.
 
     Args:
         graph: the program.
         atom: the operand.
         axes: its axes.
-        counts: how many examples and channels there are.
-        depth: of the operations that are read so far.
+        counts: the numbers of examples and channels.
+        depth: the nesting depth of the operations read so far.
     """
     known = graph.constant(atom)
     if known is not None:
@@ -124,7 +124,7 @@ def coefficient(
     size = math.prod(fuse_axes.shape_of(axes))
     if len(type_of(atom).shape) != len(axes):
         return None
-    # Operations of lax repeat along axes of extent 1.
+    # lax operations repeat along axes of extent 1.
     axes = tuple(() if e == 1 else axis for e, axis in zip(type_of(atom).shape, axes, strict=True))
     while (made := graph.producer(atom)) is not None:
         name, operand = made.primitive.name, made.invars[0] if made.invars else None
@@ -160,7 +160,7 @@ def coefficient(
 
 
 def reshapes(eqn: JaxprEqn) -> bool:
-    """Whether an equation gives its operand's elements in their order, in another shape."""
+    """Whether an equation only changes its operand's shape, not the order of elements."""
     name = eqn.primitive.name
     if len(eqn.invars) > 1 or (name == "reshape" and eqn.params["dimensions"] is not None):
         return False
@@ -183,7 +183,7 @@ def _leaf(
     for kind, count in zip(kinds, counts, strict=True):
         if kind is not kinds[0] or of_examples:
             extents += fuse_axes.refined(kind, count)
-    # Every other extent is repeated: what lies between the digits.
+    # Every other extent, between the digits, is repeated.
     ends = [len(fuse_axes.refined(k, 1)) for k in (kinds if of_examples else kinds[1:])]
     repeated = [i % 2 == 0 for end in ends for i in range(end)]
     shape = (*counts,) if of_examples else counts[1:]
@@ -218,7 +218,7 @@ class Term:
 
     @property
     def plain(self) -> bool:
-        """Whether it is the array itself."""
+        """Whether it is the array, unchanged."""
         return self.mean is None and self.scale is None and self.offset is None
 
     @property
@@ -240,7 +240,7 @@ class Term:
         return dataclasses.replace(self, scale=_product(self.scale, by), offset=offset)
 
     def around(self, mean: Coefficient) -> Term:
-        """The same with this mean: what is not centred loses digits where the mean is large."""
+        """The same with this mean: without centring, a large mean costs digits."""
         if self.mean is not None:
             return self
         product = mean if self.scale is None else combined(lambda m, s: m * s, mean, self.scale)
@@ -252,7 +252,7 @@ class Affine:
     """A value as a sum of terms.
 
     Attributes:
-        axes: those of the value, in the arrays' digits.
+        axes: the value's axes, in the arrays' digits.
         terms: one for each array.
         inside: positions of the equations that compute the value from the arrays.
     """
@@ -270,8 +270,8 @@ class Reader:
 
     Args:
         graph: the program.
-        channels: the axis of channels of an array, by the array.
-        stops: whether a value is taken as an array, whatever computes it.
+        channels: the channel axis of each array.
+        stops: whether a value counts as an array, no matter how it is computed.
     """
 
     def __init__(self, graph: Graph, channels: Callable[[Var], int], stops: Callable[[Var], bool]):
@@ -280,7 +280,7 @@ class Reader:
         self._stops = stops
 
     def read(self, value: Var, root: bool = True, depth: int = 0) -> Affine:
-        """A value as an affine function; of nothing better than itself, as one array."""
+        """A value as an affine function; at worst, of the value itself as an array."""
         position = self.graph.index(value)
         found = None
         if position is not None and depth <= _DEEPEST and (root or not self._stops(value)):
@@ -292,7 +292,7 @@ class Reader:
         return dataclasses.replace(found, inside=found.inside | {position})
 
     def _computed_once(self, position: int | None, value: Var) -> bool:
-        """Whether a value is computed for several readers: the operand of an activation is one."""
+        """Whether a value, such as an activation's operand, is computed for several readers."""
         assert position is not None
         eqn = self.graph.eqns[position]
         moves = eqn.primitive.name in (*IDENTITIES, "convert_element_type") or reshapes(eqn)
@@ -372,7 +372,7 @@ class Reader:
         if first is None or second is None:
             return None
         if first.axes != second.axes:
-            # The channels of an array in another layout are not known: it is taken as it comes.
+            # The channels of an array in another layout are unknown, so its order is kept.
             first, second = (
                 self.array(a) if isinstance(a, Var) and v.terms[0].plain else v
                 for a, v in ((left, first), (right, second))

@@ -1,10 +1,10 @@
-"""The axes of an array by what they number: examples, positions, or channels.
+"""The axes of an array in terms of examples, positions and channels.
 
-A layer's values have one shape, but programs write them in many: positions flattened, channels
-apart in groups, axes of extent 1 between. Each axis of such an array is a product of digits, and a
-digit numbers a part of the examples, the positions or the channels: digit (c, s, e) counts e
-channels that lie s apart. A reshape regroups the digits and splits some, so that every value
-between two convolutions can be read in the axes of the convolution's result.
+Programs write a layer's values in many shapes: with flattened positions, with channels split into
+groups, with axes of extent 1. Each axis of such an array is a product of digits, and a digit counts
+a part of the examples, positions or channels: digit (c, s, e) counts e channels with stride s. A
+reshape regroups digits and splits some of them. So every value between two convolutions can be
+expressed in the axes of the convolution's result.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ EXAMPLES, POSITIONS, CHANNELS = "n", "s", "c"
 
 
 class Digit(NamedTuple):
-    """A part of what an axis numbers.
+    """A factor of an axis.
 
     Attributes:
         what: EXAMPLES, POSITIONS or CHANNELS.
-        stride: how far apart two neighbours lie among these.
-        extent: how many there are.
+        stride: the distance of two neighbours among these.
+        extent: their number.
     """
 
     what: str
@@ -37,7 +37,7 @@ Axes = tuple[tuple[Digit, ...], ...]
 
 
 def of(shape: Sequence[int], channels: int) -> Axes:
-    """The axes of an array: the examples first, and the channels at axis ``channels``."""
+    """The axes of an array with the examples first and the channels at axis ``channels``."""
     axes = []
     for axis, extent in enumerate(shape):
         what = CHANNELS if axis == channels else EXAMPLES if axis == 0 else POSITIONS
@@ -56,7 +56,7 @@ def shape_of(axes: Axes) -> tuple[int, ...]:
 
 
 def reshaped(axes: Axes, shape: Sequence[int]) -> Axes | None:
-    """The axes of the same elements in another shape, or None where a digit does not divide."""
+    """The axes of the same elements in another shape, or None if a digit does not divide."""
     pending = [d for axis in axes for d in axis][::-1]
     result: list[tuple[Digit, ...]] = []
     for wanted in shape:
@@ -81,7 +81,7 @@ def reshaped(axes: Axes, shape: Sequence[int]) -> Axes | None:
 
 
 def _joined(axis: Sequence[Digit]) -> tuple[Digit, ...]:
-    """The same axis with neighbours that were one digit joined again."""
+    """The same axis, with adjacent parts of one digit joined."""
     result: list[Digit] = []
     for digit in axis:
         last = result[-1] if result else None
@@ -99,20 +99,20 @@ def transposed(axes: Axes, permutation: Sequence[int]) -> Axes:
 
 
 def untransposed(axes: Axes, permutation: Sequence[int]) -> Axes:
-    """The axes of the array that a transpose turns into one with these axes."""
+    """The axes of an array whose transpose has these axes."""
     before = dict(zip(permutation, axes, strict=True))
     return tuple(before[i] for i in range(len(axes)))
 
 
 def in_order(digits: Iterable[Digit]) -> list[Digit]:
-    """Examples before channels, each by falling stride."""
+    """Examples before channels, each by decreasing stride."""
     return sorted(digits, key=lambda d: (d.what != EXAMPLES, -d.stride))
 
 
 def arranged(array: jax.Array, before: Axes, after: Axes) -> jax.Array:
     """The elements of an array with the axes ``before`` as one with the axes ``after``.
 
-    Each digit of the latter is a part of one of the former.
+    Each digit of ``after`` is a part of one of ``before``.
     """
     wanted = [d for axis in after for d in axis]
     extents: list[int] = []
@@ -130,11 +130,11 @@ def arranged(array: jax.Array, before: Axes, after: Axes) -> jax.Array:
 
 
 def refined(digits: Sequence[Digit], count: int) -> list[int]:
-    """The extents of axes into which ``count`` numbers are cut so that each digit is one of them.
+    """The extents of axes that divide ``count`` numbers so that each digit is one axis.
 
     Args:
-        digits: of one kind, by falling stride.
-        count: how many numbers there are.
+        digits: digits of one kind, by decreasing stride.
+        count: the total number.
     """
     extents, above = [], count
     for digit in digits:

@@ -1,16 +1,16 @@
-"""Finds the chain of elementwise operations behind a convolution that its epilogue computes.
+"""Finds the chain of elementwise operations after a convolution that its epilogue can compute.
 
-``follow`` walks from the convolution's result from use to use as long as the value is used once:
+``follow`` follows the convolution's result from use to use while each value has one use:
 
     conversions between floating-point types, reshapes that add or drop axes of extent 1
     products, quotients, sums and differences with one number a channel  -> scale and bias
     one sum with an array of the result's shape                          -> residual
     one activation                                                       -> activation
 
-and returns the longest part of the walk that one ``conv_fused`` computes with at most the program's
-roundings. What lies between is not computed any more, with one exception: the activation's operand
-may have other uses, such as its derivative's. It is then a second result of the call, or the other
-uses are comparisons that the activation's result answers as well.
+and returns the longest prefix that one ``conv_fused`` computes with no more roundings than the
+program. The values inside this prefix are no longer computed, with one exception: the activation's
+operand may have other uses, for example in its derivative. It then becomes a second result of the
+call, unless all other uses are comparisons that the activation's result can answer.
 """
 
 from __future__ import annotations
@@ -55,16 +55,16 @@ class Term:
 
 @dataclasses.dataclass(frozen=True)
 class Chain:
-    """A part of the walk, which ends at ``out``.
+    """A prefix of the operations, which ends at ``out``.
 
     Attributes:
         out: the variable that the call computes.
         axis: the axis of channels of ``out``.
         terms: scale and bias, in the program's order.
-        residual: an array of the result's elements, or None.
+        residual: an array with the result's elements, or None.
         activation: its name, or None.
         pre, activated: the activation's operand and result, or None.
-        last: position of the last equation with an operand from outside of the chain.
+        last: position of the last equation with an operand from outside the chain.
         taken: positions of the equations that the call computes.
         widened: whether the last step is a conversion to a wider type.
     """
@@ -111,17 +111,17 @@ class Chain:
 
 @dataclasses.dataclass(frozen=True)
 class Fusion:
-    """A chain with what the rewriting needs to know.
+    """A chain, with the data for the rewriting.
 
     Attributes:
-        chain: what is fused.
+        chain: the fused operations.
         residual: the residual in the dtype of the result, or None.
-        redirected: positions of comparisons of the activation's operand that compare its result
+        redirected: positions of comparisons of the activation's operand that can compare its result
             instead.
-        compared: positions of comparisons of its result with the operand, or what lies between,
-            that compare the activation of the operand as rounded.
+        compared: positions of comparisons of its result with the operand, or with values between,
+            that must compare the activation of the rounded operand.
         keeps_pre: whether the activation's operand may be a second result.
-        moments: sums over the result that its statistics answer; they are a result then.
+        moments: sums over the result that its statistics give; these are then a result.
     """
 
     conv: Convolution
@@ -139,7 +139,7 @@ class Fusion:
 
 
 def follow(graph: Graph, conv: Convolution, taken: Set[int]) -> tuple[Fusion | None, str]:
-    """The epilogue of a convolution, and why it does not go on.
+    """The epilogue of a convolution, and the reason why it ends.
 
     Args:
         graph: the program.
@@ -147,8 +147,8 @@ def follow(graph: Graph, conv: Convolution, taken: Set[int]) -> tuple[Fusion | N
         taken: positions of equations that belong to other calls.
 
     Returns:
-        The fusion, or None; and the reason why the operation behind it is left out, "" of a fusion
-        behind which nothing is that could be part of it.
+        The fusion, or None; and the reason why the next operation is not part of it, or "" if no
+        following operation could be.
     """
     (out,) = graph.eqns[conv.position].outvars
     chain = Chain(out, conv.channel_axis, last=conv.position)
@@ -168,12 +168,12 @@ def follow(graph: Graph, conv: Convolution, taken: Set[int]) -> tuple[Fusion | N
 
 
 def with_statistics(graph: Graph, conv: Convolution, fusion: Fusion | None) -> Fusion | None:
-    """The same with what statistics of its result answer, or None where nothing is.
+    """The fusion with the sums that statistics of its result give, or None if there are none.
 
     Args:
         graph: the program.
         conv: the convolution.
-        fusion: the chain behind it, or None for the convolution alone.
+        fusion: the chain after it, or None for the convolution alone.
     """
     if fusion is None:
         (out,) = graph.eqns[conv.position].outvars
@@ -185,7 +185,7 @@ def with_statistics(graph: Graph, conv: Convolution, fusion: Fusion | None) -> F
 
 
 def _elementwise(graph: Graph, value: Var) -> bool:
-    """Whether something that keeps the shape is computed of a value."""
+    """Whether an operation that keeps the shape reads a value."""
     eqns = (graph.eqns[i] for i in graph.uses(value))
     return any(
         eqn.primitive.name not in fuse_convolution.NAMES
@@ -195,7 +195,7 @@ def _elementwise(graph: Graph, value: Var) -> bool:
 
 
 def _step(graph: Graph, chain: Chain, taken: Set[int]) -> Chain | str:
-    """The chain with one operation more, or why there is none."""
+    """The chain with one more operation, or why there is none."""
     value = chain.out
     if chain.activation is None and is_float(type_of(value).dtype):
         found = fuse_activations.find(graph, value)
@@ -291,9 +291,9 @@ def _affine(graph: Graph, chain: Chain, eqn: JaxprEqn, position: int) -> Chain |
 
 
 def _collectable(graph: Graph, terms: tuple[Term, ...]) -> bool:
-    """Whether the known numbers among terms have products of a usual size.
+    """Whether the products of the known numbers among the terms neither overflow nor underflow.
 
-    Vectors that are not known while tracing count as 1. A product alone is the program's own.
+    Vectors unknown at trace time count as 1. A single product is the program's own.
     """
     least = most = 1.0
     summand = 0.0
@@ -341,7 +341,7 @@ _RULES: dict[str, Callable[[Graph, Chain, JaxprEqn, int], Chain | str]] = {
 
 
 def _complete(graph: Graph, conv: Convolution, chain: Chain) -> Fusion | str:
-    """The fusion of a chain, or why the chain must be shorter; "" where nothing is lost by it."""
+    """The fusion of a chain, or why the chain must be shorter ("" if that costs nothing)."""
     operand, out = type_of(conv.x).dtype, type_of(chain.out).dtype
     if chain.widened:
         return ""  # the conversion reads half as much as the call would write
@@ -422,7 +422,7 @@ def _between(graph: Graph, start: Var, end: Var) -> set[int]:
 def affine(
     terms: tuple[Term, ...], vectors: list[Any], channels: int
 ) -> tuple[jax.Array | None, jax.Array | None]:
-    """Scale and bias, float32 (channels,) or None, of terms with these arrays, one a vector."""
+    """Scale and bias, float32 (channels,) or None, of terms with these arrays, one per vector."""
     product: Any = None
     quotient: Any = None
     bias: Any = None

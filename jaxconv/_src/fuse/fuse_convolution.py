@@ -1,4 +1,4 @@
-"""The convolutions whose calls may have an epilogue, in either library's form."""
+"""Convolutions whose calls may have an epilogue, in the form of lax or of this library."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from jaxconv._src.problem.epilogue import Epilogue
 from jaxconv._src.problem.spec import ConvSpec, Op, Sizes
 from jaxconv._src.ways import winograd_jax
 
-# Primitives that convolve forward, or may.
+# Primitives that are, or may be, forward convolutions.
 NAMES = ("conv_general_dilated", "jaxconv_fprop")
 
 # Why a chain ends at the end of its function.
@@ -31,7 +31,7 @@ RETURNED = "its result is returned"
 
 @dataclasses.dataclass(frozen=True)
 class Convolution:
-    """A forward convolution in a program: its equation, operands and static half."""
+    """A forward convolution in a program: its equation, operands and static parameters."""
 
     position: int
     x: Any
@@ -51,7 +51,7 @@ def channel_axis(eqn: JaxprEqn) -> int:
 
 
 def find(graph: Graph, position: int) -> Convolution | str:
-    """A convolution that a call with an epilogue computes, or why there is none."""
+    """The convolution at a position if a call can compute its epilogue, else the reason."""
     eqn = graph.eqns[position]
     if reason := _left(eqn):
         return reason
@@ -80,10 +80,10 @@ def find(graph: Graph, position: int) -> Convolution | str:
 
 
 def _left(eqn: JaxprEqn) -> str:
-    """Why a convolution is none of the caller's, or "".
+    """Why a convolution does not belong to the caller's function, or "".
 
-    In a derivative it has been seen already, in the function of which that is one. What follows may
-    be new only where that function returned its result.
+    In a derivative, the differentiated function has already been seen with this convolution. Its
+    uses may be new only if that function returned its result.
     """
     if not override_state.may_fuse(eqn):
         return "override(fuse=False)"
@@ -92,7 +92,7 @@ def _left(eqn: JaxprEqn) -> str:
 
 
 def _by_winograd(spec: ConvSpec, sizes: Sizes, dtypes: Sequence[np.dtype]) -> str:
-    """The kernel of Winograd's that is selected on one of the platforms, or ""."""
+    """The Winograd kernel that is selected on one of the platforms, or ""."""
     for platform in platforms():
         if platform in native.PLATFORMS:
             chosen, _ = bilinear.select(platform, Op.FPROP, spec, sizes, *dtypes)
@@ -102,7 +102,7 @@ def _by_winograd(spec: ConvSpec, sizes: Sizes, dtypes: Sequence[np.dtype]) -> st
 
 
 def _forward(graph: Graph, eqn: JaxprEqn, shapes: list[tuple[int, ...]]) -> ConvSpec | str:
-    """A convolution of lax as a forward one, or why it is none."""
+    """A lax convolution as a forward one, or why it is none."""
     with compat.located_at(eqn):
         algorithm = override_state.algorithms_of_lax()
     convolution = lax_lowering.conv_parameters(*([algorithm] if algorithm else []), **eqn.params)
@@ -121,7 +121,7 @@ def _forward(graph: Graph, eqn: JaxprEqn, shapes: list[tuple[int, ...]]) -> Conv
 
 
 def platforms() -> tuple[str, ...]:
-    """For what a program that is traced here is lowered: the target, and the default device."""
+    """The platforms for which a program traced here is lowered: target and default device."""
     device = jax.config.jax_default_device or jax.default_backend()  # type: ignore[attr-defined]
     here = device if isinstance(device, str) else device.platform
     named = ["cuda"] if native.target() else []
@@ -154,16 +154,17 @@ def slower(
         operands: the types of image and filter.
         form: the epilogue of its call.
         out_dtype: the result's type.
-        absorbed: whether the epilogue saves no pass: XLA would compute it where its result is used
-            (``Graph.absorbed``), or takes a pass for the residual instead.
-        by_kernel: whether a call that no kernel computes is slower in any case: that of a product.
+        absorbed: whether the epilogue saves no pass, because XLA would compute it inside the uses
+            of its result (``Graph.absorbed``), or needs a pass for the residual instead.
+        by_kernel: True for the call of a product, which is slower in any case without a kernel.
 
-    Where no kernel computes the epilogue, the call is a plain convolution with float32 sums, which
-    XLA finishes. In 16 bits, writing and reading these costs more than the program's operations;
-    statistics that no kernel computes are better left to the program in any case. A
-    kernel with an epilogue may itself be predicted slower than the plain one and XLA's pass over
-    its result. That is what the epilogue adds to the prediction of XLA's own convolution, or half
-    of it where the pass reads and writes float32 sums there; of statistics it reads the result.
+    If no kernel computes the epilogue, the call is a plain convolution with float32 sums, to which
+    XLA applies the epilogue. In 16 bits, writing and reading these sums costs more than the
+    program's operations; statistics that no kernel computes are better left to the program in any
+    case. A kernel with an epilogue may also be predicted slower than the plain kernel plus XLA's
+    pass over its result. The time of this pass is the difference that the epilogue makes in the
+    prediction of XLA's own convolution, or half of it if that prediction includes a pass over
+    float32 sums; for statistics the pass only reads the result.
     """
     if operands[0].dtype == np.float32 and not form.statistics and not by_kernel:
         return ""

@@ -1,8 +1,9 @@
-"""Names elementwise functions and their derivatives by values, however programs write them.
+"""Names elementwise functions and their derivatives by their values, for any spelling.
 
-The equations of a function and of its derivative are computed in float64 at many numbers, among
-them those at which the tabulated derivatives jump. A derivative has the name of the tabulated one
-that it equals at all of them: at jumps too, and for custom derivatives as the program has them.
+The equations of a function and of its derivative are evaluated in float64 at many numbers,
+including those at which the tabulated derivatives jump. A derivative gets the name of the tabulated
+one that it equals at all of these numbers. This includes jumps, and custom derivatives of the
+program.
 """
 
 from __future__ import annotations
@@ -21,17 +22,18 @@ from jaxconv._src.fuse.fuse_graph import IDENTITIES
 from jaxconv._src.passes.derivatives import DERIVATIVES
 from jaxconv._src.problem.epilogue import ACTIVATIONS, activate
 
-# A mask: between which numbers the derivative is 1, while it is 0 elsewhere (normalise.Activation).
+# A mask: the bounds between which the derivative is 1; outside it is 0 (normalise.Activation).
 Mask = tuple[float, float | None]
 
-# Steps of 1 / 256 up to 12, then far numbers.
+# Steps of 1 / 256 up to 12, then distant numbers.
 _NEAR = np.arange(-12 * 256, 12 * 256 + 1) / 256
-_NUMBERS = np.concatenate([_NEAR, [-80.0, -40.0, -20.0, 20.0, 40.0, 80.0]])  # _NEAR in front
+_NUMBERS = np.concatenate([_NEAR, [-80.0, -40.0, -20.0, 20.0, 40.0, 80.0]])  # _NEAR comes first
 
-# Where a function's derivative must be finite; beyond them its own operations may overflow.
+# The numbers at which a function's derivative must be finite; elsewhere its operations may
+# overflow.
 _FINITE = np.abs(_NUMBERS) <= 8
 
-# These consist of numbers of the program alone, without rounding.
+# These consist only of numbers of the program, without rounding.
 _EXACT = ("maximum", "clip6", "leaky_relu", "leaky_maximum")
 
 # Numbers at which the derivative is the slope.
@@ -44,7 +46,7 @@ _MASKS: tuple[Mask, ...] = ((0.0, None), (0.0, 6.0))
 
 
 class _UnknownError(Exception):
-    """An operation that is not computed here."""
+    """An operation that this module does not evaluate."""
 
 
 def known(
@@ -55,13 +57,13 @@ def known(
     The last one is that of the epilogue's activation which has the same values, if there is one.
 
     Args:
-        function: it.
+        function: the function.
         operand: its operand's type.
     """
 
     def both(t: jax.Array) -> tuple[jax.Array, jax.Array]:
         y, back = jax.vjp(function, t)
-        # Ones of y's own type, with its sharding and the mesh axes that it varies over.
+        # Ones of y's type, with its sharding and its varying mesh axes.
         return y, back(jax.numpy.exp(y - y))[0]
 
     try:
@@ -89,7 +91,7 @@ def _activation(y: np.ndarray, eps: float) -> Activation | None:
 
 
 def _mask(y: np.ndarray, derivative: np.ndarray) -> Mask | None:
-    """The mask that a derivative is, where comparisons of the result tell it."""
+    """The derivative as a mask, if comparisons of the result determine it."""
     for low, high in _MASKS:
         above = np.inf if high is None else high
         inside = np.clip(_NUMBERS, low, above) == _NUMBERS
@@ -100,7 +102,7 @@ def _mask(y: np.ndarray, derivative: np.ndarray) -> Mask | None:
 
 
 def _name(derivative: np.ndarray, eps: float) -> tuple[str, float] | None:
-    """The tabulated derivative that is nearest, among those that differ by roundings alone."""
+    """The nearest tabulated derivative, among those that differ only by rounding."""
     finite = np.isfinite(derivative)
     if not finite[_FINITE].all():
         return None
@@ -112,7 +114,7 @@ def _name(derivative: np.ndarray, eps: float) -> tuple[str, float] | None:
             if slope == 0:
                 continue
         apart = np.abs(derivative - _tabulated(name, slope))[finite].max()
-        # Numbers of the program are rounded to its type.
+        # The program rounds numbers to its type.
         if apart <= (0 if name in _EXACT else max(eps, 1e-6)):
             found[name, slope] = apart
     return min(found, key=found.__getitem__) if found else None
@@ -177,7 +179,7 @@ _OPERATIONS: dict[str, Callable[..., Any]] = {
     "select_n": lambda which, *cases: np.choose(np.asarray(which, np.int8), cases),
 }
 
-# Operations that give their operand, each number where the program has it or everywhere.
+# Operations that return their operand's numbers, unchanged or repeated.
 _SPREADING = {
     *IDENTITIES,
     "broadcast_in_dim",
@@ -188,15 +190,15 @@ _SPREADING = {
     "pcast",
 }
 
-# Parameters that are an operation's own function.
+# Parameters that hold an operation's function.
 _CALLED = ("jaxpr", "call_jaxpr", "fun_jaxpr")
 
 
 def _computed(jaxpr: Any, consts: Sequence[Any], given: Sequence[Any]) -> list[Any]:
-    """The results of a function, at all numbers at once; what does not depend on them is scalar.
+    """The results of a function at all numbers; values that do not depend on them are scalars.
 
     Raises:
-        _UnknownError: an operation is not elementwise, or has no equal here.
+        _UnknownError: an operation is not elementwise, or not known here.
     """
     values: dict[Any, Any] = dict(zip(jaxpr.invars, given, strict=True))
     values |= dict(zip(jaxpr.constvars, map(_scalar, consts), strict=True))
@@ -230,12 +232,12 @@ def _results(eqn: Any, operands: list[Any]) -> list[Any]:
 def _converted(value: Any, dtype: np.dtype) -> Any:
     if dtype.kind in "biu":
         return np.asarray(value).astype(dtype)
-    # A number of the program is rounded as there.
+    # Rounds a number as the program does.
     return _scalar(np.asarray(value).astype(dtype)) if np.ndim(value) == 0 else value.astype(float)
 
 
 def _scalar(value: Any) -> Any:
-    """The number of which an array consists."""
+    """The number in an array of equal elements."""
     if compat.is_traced(value) or not np.size(value):
         raise _UnknownError("no number")
     flat = np.asarray(value).reshape(-1)

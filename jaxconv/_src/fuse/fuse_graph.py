@@ -1,4 +1,4 @@
-"""A def-use graph of a jaxpr's equations, and what can be read off it: constants and vectors."""
+"""A def-use graph of a jaxpr's equations, and the constants and vectors found with it."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from jax.extend.core import JaxprEqn, Literal, Var
 
 from jaxconv._src import compat
 
-# Operations that give their operand.
+# Operations whose result is their operand.
 IDENTITIES = ("copy", "copy_p")
 
-# Operations that leave a number what it is.
+# Operations that do not change a number.
 _SPREADING = ("broadcast_in_dim", "reshape", "squeeze", "pvary", "pcast")
 
-# Operations in whose fusions XLA computes what makes their operands, each number once: reductions
-# and elementwise operations. An addition's operand may be the residual of another convolution's
-# call, which needs it stored.
+# Operations into whose fusions XLA moves the computation of their operands, once for each element:
+# reductions and elementwise operations. An addition's operand may be the residual of another
+# convolution's call, which needs it stored.
 REDUCTIONS = frozenset(("reduce_sum", "reduce_max", "reduce_min"))
 _ABSORBING = REDUCTIONS | {
     *("sub", "mul", "div", "neg", "max", "min", "abs", "sign", "square"),
@@ -47,7 +47,7 @@ def type_of(atom: Any) -> Any:
 
 
 class Graph:
-    """Which equation makes each variable, and which use it.
+    """The equation that makes each variable, and those that use it.
 
     Attributes:
         eqns: the equations, in the program's order.
@@ -86,7 +86,7 @@ class Graph:
         return None
 
     def source(self, atom: Any) -> Any:
-        """What an atom is a copy of."""
+        """The atom of which an atom is a copy."""
         while (index := self.index(atom)) is not None:
             if self.eqns[index].primitive.name not in IDENTITIES:
                 break
@@ -94,15 +94,15 @@ class Graph:
         return atom
 
     def with_replaced(self, placed: Mapping[int, Sequence[JaxprEqn]]) -> list[JaxprEqn]:
-        """The program's equations, with others in the place of those at some positions."""
+        """The program's equations, with replacements at some positions."""
         return [e for at, eqn in enumerate(self.eqns) for e in placed.get(at, [eqn])]
 
     def uses(self, var: Var) -> list[int]:
-        """Positions of the equations that use a variable, one entry a use."""
+        """Positions of the equations that use a variable, one entry for each use."""
         return self._used_by.get(var, [])
 
     def absorbed(self, var: Var) -> bool:
-        """Whether XLA computes a variable where it is used and stores it nowhere."""
+        """Whether XLA computes a variable inside its uses and does not store it."""
         uses = self.uses(var)
         return (
             bool(uses)
@@ -111,11 +111,11 @@ class Graph:
         )
 
     def computed_for_one_use(self, atom: Any, stored: Collection[Var]) -> bool:
-        """Whether an atom is an elementwise operation's result that one equation reads.
+        """Whether an atom is the result of an elementwise operation with a single reader.
 
         Args:
-            atom: the atom; of one that is converted, what it is converted from.
-            stored: variables that are none.
+            atom: the atom; conversions are skipped.
+            stored: variables that are stored in any case, for which the answer is False.
         """
         while (made := self.producer(atom)) is not None:
             uses = self.uses(atom) if isinstance(atom, Var) else []
@@ -127,9 +127,9 @@ class Graph:
         return False
 
     def computed_from(self, atom: Any, start: Any) -> list[int] | None:
-        """Positions of the equations on which an atom depends, but for those that make ``start``.
+        """Positions of the equations on which an atom depends, without those that make ``start``.
 
-        None where it depends on an argument of the program or an effect.
+        None if it depends on an argument of the program or on an effect.
         """
         found: set[int] = set()
         pending = [atom]
@@ -146,9 +146,9 @@ class Graph:
         return sorted(found)
 
     def function(self, atom: Any, start: Var | None = None) -> Callable[..., Any] | None:
-        """An atom as a function of ``start``, or of nothing; None where it depends on more.
+        """An atom as a function of ``start``, or of nothing; None if it depends on anything else.
 
-        The function runs the program's equations, so that its derivatives are the program's too.
+        The function runs the program's equations, so its derivatives are also the program's.
         """
         positions = self.computed_from(atom, start)
         if positions is None:
@@ -174,7 +174,7 @@ class Graph:
         return function
 
     def magnitudes(self, atom: Any) -> tuple[float, float] | None:
-        """The least absolute value above 0 and the largest of a known array, or None."""
+        """The smallest nonzero and the largest magnitude in a known array, or None."""
         atom = self.source(atom)
         while (made := self.producer(atom)) is not None:
             if made.primitive.name not in (*_SPREADING, "convert_element_type"):
@@ -184,11 +184,11 @@ class Graph:
         if value is None or not jnp.issubdtype(jnp.result_type(value), jnp.number):
             return None
         sizes = np.abs(np.asarray(value).astype(np.float64))
-        sizes = sizes[sizes > 0]  # NaN is left out: it is itself behind every product and sum
+        sizes = sizes[sizes > 0]  # ignores NaN, which stays NaN in every product and sum
         return (float(sizes.min()), float(sizes.max())) if sizes.size else (1.0, 1.0)
 
     def constant(self, atom: Any) -> float | None:
-        """The number that a scalar, or an array of one number, is known to be."""
+        """The known value of a scalar or of an array of one number."""
         atom = self.source(atom)
         if isinstance(atom, Literal):
             value = atom.val
@@ -213,15 +213,15 @@ class Graph:
         return float(np.asarray(value).reshape(()))
 
     def channel_vector(self, atom: Any, shape: tuple[int, ...], axis: int) -> Vector | None:
-        """Reads an operand of an elementwise operation as one number a channel.
+        """Reads an operand of an elementwise operation as one number per channel.
 
         Args:
-            atom: the operand, of the shape ``shape`` or broadcast to it.
-            shape: the other operand's.
-            axis: its axis of channels.
+            atom: the operand, with the shape ``shape`` or broadcast to it.
+            shape: the other operand's shape.
+            axis: its channel axis.
 
         Returns:
-            The vector, or None where the operand varies along another axis too.
+            The vector, or None if the operand also varies along another axis.
         """
         casts: list[np.dtype] = []
         while True:
@@ -251,11 +251,11 @@ class Graph:
 
 @dataclasses.dataclass(frozen=True)
 class Vector:
-    """One number a channel: an array of as many elements as channels, or of one.
+    """One number per channel: an array with one element, or one for each channel.
 
     Attributes:
         atom: the array, of any rank.
-        casts: dtypes to which the program converts it on the way.
+        casts: dtypes to which the program converts it, in order.
     """
 
     atom: Any
@@ -280,9 +280,9 @@ def live(
     """The equations on which results or effects depend.
 
     Args:
-        eqns: the equations, or what has ``invars``, ``outvars`` and ``effects`` as they have.
+        eqns: equations, or objects with ``invars``, ``outvars`` and ``effects``.
         outvars: the results.
-        trimmed: an equation with the variables that are needed of it; of these no operand more.
+        trimmed: returns an equation reduced to the needed results; it may not add operands.
     """
     needed = {v for v in outvars if isinstance(v, Var)}
     kept = []
@@ -295,7 +295,7 @@ def live(
 
 
 def renumbered_axis(before: tuple[int, ...], after: tuple[int, ...], axis: int) -> int | None:
-    """Where a reshape that only adds and drops axes of extent 1 puts an axis; None elsewhere."""
+    """The new number of an axis if a reshape only adds or drops axes of extent 1, else None."""
     if [e for e in before if e > 1] != [e for e in after if e > 1] or before[axis] == 1:
         return None
     rank = sum(e > 1 for e in before[:axis])
@@ -305,16 +305,16 @@ def renumbered_axis(before: tuple[int, ...], after: tuple[int, ...], axis: int) 
 def traced(
     function: Callable, operands: Any, outvars: Sequence[Var], graph: Graph, position: int
 ) -> list[JaxprEqn]:
-    """The equations of a function of atoms, for results in these variables.
+    """The equations of a function of atoms that writes these variables.
 
     Args:
-        function: it takes arrays for the atoms in ``operands``, and gives a list of results.
+        function: takes arrays for the atoms in ``operands`` and returns a list of results.
         operands: pytrees of variables and literals.
-        outvars: where the results go.
-        graph, position: the program, and the equation as a part of which this is traced.
+        outvars: the variables of the results.
+        graph, position: the program, and the equation whose context is used for tracing.
 
     Raises:
-        TypeError: a result is of another type than its variable.
+        TypeError: a result has another type than its variable.
     """
     leaves, tree = jax.tree.flatten(operands, is_leaf=lambda a: isinstance(a, Var | Literal))
     atoms = [a for a in leaves if isinstance(a, Var)]

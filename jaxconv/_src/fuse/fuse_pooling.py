@@ -1,12 +1,12 @@
 """Finds max pooling in forward programs.
 
-The gradient of the maxima of windows goes to where each window has its maximum. XLA searches the
-windows for these places a second time, and adds by a scatter. A call of ``max_pool`` gives the
-places with the maxima where its gradient is taken, and an element of the gradient is a sum over the
-windows that may have taken it.
+The gradient of max pooling goes to the position of each window's maximum. XLA searches the windows
+for these positions a second time and adds by a scatter. If its gradient is taken, a ``max_pool``
+call returns the positions with the maxima, and an element of the gradient is a sum over the windows
+that contain it.
 
-Where pooling alone reads relu of a normalised array, the call normalises that array itself, and the
-activation is stored nowhere.
+If only the pooling reads the relu of a normalised array, the call also normalises that array, and
+the activation is not stored.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ def rewritten(
 
     Args:
         eqns: the equations, in order, with calls of ``normalise``.
-        outvars: what the program returns.
-        in_memory: whether an array of a program is stored in any case.
+        outvars: the program's results.
+        in_memory: returns whether an array of the program is stored in any case.
     """
     graph = Graph(eqns, outvars)
     placed: dict[int, list[JaxprEqn]] = {}
@@ -56,12 +56,12 @@ def rewritten(
         try:
             placed[position] = traced(pool, vectors or [x], eqn.outvars, graph, position)
         except (TypeError, ValueError, compat.ShardingTypeError):
-            continue  # arrays of types that this does not know: the program's own pooling
+            continue  # unknown array types keep the program's pooling
     return graph.with_replaced(placed)
 
 
 def _normalised(graph: Graph, z: Any, windows: Windows) -> list[Any]:
-    """What pooling normalises itself: the array, mean, scale and offset; nothing of another z."""
+    """The array, mean, scale and offset if pooling normalises z itself, else an empty list."""
     made = graph.producer(z)
     if made is None or made.primitive is not normalise.normalise_p:
         return []
@@ -80,7 +80,7 @@ def _normalised(graph: Graph, z: Any, windows: Windows) -> list[Any]:
 
 
 def _windows(eqn: JaxprEqn, operand: Any) -> Windows | None:
-    """The windows of an equation that pools, or None where they stay what they are."""
+    """The windows of a pooling equation, or None if it stays unchanged."""
     aval, padding = type_of(operand), tuple(map(tuple, eqn.params["padding"]))
     if not is_float(aval.dtype) or not compat.is_constant_shape(aval.shape):
         return None
@@ -90,7 +90,7 @@ def _windows(eqn: JaxprEqn, operand: Any) -> Windows | None:
     found = Windows(aval.shape, tuple(sizes), tuple(strides), padding)
     if 0 in found.counts or math.prod(found.sizes) > max_pooling.LARGEST:
         return None
-    # An axis with a single window has no overlaps, whatever the stride is.
+    # An axis with a single window has no overlaps, for any stride.
     one = zip(found.shape, padding, found.counts, strides, strict=True)
     found = dataclasses.replace(
         found, strides=tuple(n + sum(pad) if count == 1 else s for n, pad, count, s in one)

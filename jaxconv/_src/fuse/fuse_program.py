@@ -41,17 +41,17 @@ from jaxconv._src.library import native
 from jaxconv._src.passes import masked_sums, normalise
 from jaxconv._src.problem import epilogue
 
-# A jitted function without a convolution, such as jax.nn.silu, becomes part of its caller up to so
-# many equations.
+# A jitted function without a convolution, such as jax.nn.silu, is inlined up to this many
+# equations.
 _INLINED = 64
 
 # Why a chain ends before a batch norm in training.
 _WHOLE_RESULT = "what follows takes the statistics of the whole result"
 
-# What a program has that is a derivative, or of which such layers are calls.
+# Names that mark the program of a derivative, or of layers that are calls.
 _BACKWARD = {"jaxconv_wgrad", masked_sums.TARGET, normalise.TARGET}
 
-# Operations whose jaxprs are not programs of XLA's.
+# Operations whose jaxprs XLA does not compile.
 _OPAQUE = ("pallas_call", "core_map", "run_state")
 
 
@@ -74,13 +74,13 @@ def rewritten(closed: Any, fold: bool) -> tuple[Any, list[Any]]:
 
 
 class _RefusedError(Exception):
-    """A chain that does not become a call after all."""
+    """A chain that cannot become a call."""
 
     def __init__(self, position: int, reason: str, statistics: bool):
         super().__init__(reason)
         self.position = position
         self.reason = reason
-        self.statistics = statistics  # without them there may be one
+        self.statistics = statistics  # there may be a call without them
 
 
 def _fused(
@@ -94,7 +94,7 @@ def _fused(
     Args:
         jaxpr: the program.
         known: values of its constants.
-        extra: takes constants that it has besides, filters with their scales; None for none.
+        extra: receives additional constants (filters with their scales); None: there are none.
         transposed: whether it belongs to a backward pass.
     """
     if not _convolves(jaxpr):
@@ -124,7 +124,7 @@ def _of_a_derivative(eqn: JaxprEqn) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class _Refused:
-    """Why convolutions, by position, get no call, or none with statistics."""
+    """Why convolutions, by position, get no call, or no call with statistics."""
 
     calls: dict[int, str] = dataclasses.field(default_factory=dict)
     statistics: dict[int, str] = dataclasses.field(default_factory=dict)
@@ -141,16 +141,16 @@ def _with_calls_traced(
     extra: dict[Var, Any] | None,
     transposed: bool,
 ) -> list[JaxprEqn]:
-    """The equations of a program with its chains as calls, but for those that are refused.
+    """The equations of a program with its chains as calls, except for the refused ones.
 
-    They are complete where ``refused`` has grown by none.
+    The result is valid only if ``refused`` did not grow.
     """
     fusions: dict[int, Fusion] = {}
     notes = dict(refused.calls)
     ends: dict[int, tuple[Var, int]] = {}
     without: set[int] = set()
     taken: set[int] = set()
-    # From the end: of two convolutions that are added, the later one's residual is the other.
+    # From the end: if two convolutions are added, the earlier one is the residual of the later one.
     for position in reversed(range(len(graph.eqns))):
         name = graph.eqns[position].primitive.name
         if name not in fuse_convolution.NAMES or position in refused.calls:
@@ -191,12 +191,13 @@ def _with_calls_traced(
 
 # --- functions that a program calls ---
 
-# Fused functions by the original, so that a jitted one that is called again has its executable.
+# Fused functions by the original, so that a jitted function that is called again reuses its
+# executable.
 _known: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
 
 
 def _subprograms(eqn: JaxprEqn) -> list[tuple[str, int | None, Any]]:
-    """The jaxprs among an equation's parameters: name, place in a tuple, jaxpr."""
+    """The jaxprs among an equation's parameters: name, index in a tuple, jaxpr."""
     found: list[tuple[str, int | None, Any]] = []
     if eqn.primitive.name in _OPAQUE:
         return found
@@ -209,7 +210,7 @@ def _subprograms(eqn: JaxprEqn) -> list[tuple[str, int | None, Any]]:
 
 
 def _convolves(jaxpr: Any) -> bool:
-    """Whether a program has convolutions, in itself or in what it calls."""
+    """Whether a program or a function that it calls has convolutions."""
     return any(
         eqn.primitive.name in fuse_convolution.NAMES
         or any(_convolves(inner) for _, _, inner in _subprograms(eqn))
@@ -250,7 +251,7 @@ def _function(jaxpr: Any, transposed: bool) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class _FusedCall:
-    """A call in the place of a chain; what ``fuse_graph.live`` reads is named as in an equation."""
+    """A call that replaces a chain; ``fuse_graph.live`` reads it like an equation."""
 
     fusion: Fusion
     pre: Var | None
@@ -273,7 +274,7 @@ class _FusedCall:
 
 @dataclasses.dataclass(frozen=True)
 class _Answer:
-    """A sum over a call's result, from its statistics; it has what ``fuse_graph.live`` reads."""
+    """A sum over a call's result, from its statistics; ``fuse_graph.live`` reads it too."""
 
     fusion: Fusion
     moment: Moment
@@ -291,7 +292,7 @@ class _Answer:
 
 
 def _without_unused(item: Any, needed: Collection[Var]) -> Any:
-    """A call without the activation's operand among its results where nothing needs that."""
+    """A call without the activation's operand among its results unless an equation needs it."""
     if isinstance(item, _FusedCall) and item.pre is not None and item.pre not in needed:
         return dataclasses.replace(item, pre=None)
     return item
@@ -301,7 +302,7 @@ def _traced_answer(graph: Graph, answer: _Answer) -> list[JaxprEqn]:
     """The equations of a sum.
 
     Raises:
-        _RefusedError: its type is another.
+        _RefusedError: the result has another type than the variable.
     """
     whole = type_of(graph.eqns[answer.fusion.conv.position].outvars[0])
     count = whole.size // type_of(answer.statistics).shape[1]
@@ -320,11 +321,11 @@ def _traced_call(
     Args:
         graph: the program.
         call: the call.
-        results_of_calls: what this and other such calls give.
-        extra: takes the filter with its scale, or None.
+        results_of_calls: the results of this and other calls.
+        extra: receives the filter times its scale, or None.
 
     Raises:
-        _RefusedError: there is no such call.
+        _RefusedError: no call computes the chain.
     """
     conv, chain = call.fusion.conv, call.fusion.chain
     (whole,) = graph.eqns[conv.position].outvars
@@ -345,7 +346,7 @@ def _traced_call(
     if chain.pre is not None and chain.activated is not None and chain.activation is not None:
         written = fuse_activations.written(graph, chain.pre, chain.activated, chain.activation)
     form = epilogue.Epilogue(scaled, shifted, bool(residual), name, slope, *results, written)
-    # XLA would store the residual for the call alone: the pass that the call saves, once more.
+    # XLA would store the residual only for the call, which costs the pass that the call saves.
     computed = graph.computed_for_one_use(call.fusion.residual, results_of_calls)
     absorbed = computed or graph.absorbed(chain.out)
     types = type_of(conv.x), type_of(conv.w)
@@ -374,7 +375,7 @@ def _traced_call(
 
 
 def _noted(eqn: JaxprEqn, note: str) -> JaxprEqn:
-    """A convolution with a note on its chain's end, for ``explain``."""
+    """A convolution with a note about the end of its chain, for ``explain``."""
     return compat.annotated(eqn, **{record.CHAIN_END: note}) if note else eqn
 
 
@@ -397,7 +398,7 @@ def _becomes_part(eqn: JaxprEqn) -> bool:
 def _with_calls(
     graph: Graph, fusions: Mapping[int, Fusion], notes: Mapping[int, str]
 ) -> list[JaxprEqn | _FusedCall | _Answer]:
-    """The program with calls in the place of the chains, and notes at other convolutions."""
+    """The program with calls that replace chains, and notes at the other convolutions."""
     placed: dict[int, list[_FusedCall | _Answer]] = {}
     dropped: set[int] = set()
     redirected: dict[int, tuple[Var, Var]] = {}
@@ -447,7 +448,7 @@ def _statistics(graph: Graph, conv: Convolution) -> Var:
 
 
 def _folded_filter(graph: Graph, fusion: Fusion, channels: int) -> jax.Array | None:
-    """The filter times the scale, where both are constants; None elsewhere."""
+    """The filter times the scale if both are constants, else None."""
     terms = fusion.chain.terms
     if not fusion.chain.scales:
         return None
@@ -470,6 +471,6 @@ def _folded_filter(graph: Graph, fusion: Fusion, channels: int) -> jax.Array | N
 
 
 def _evaluated(graph: Graph, atom: Any) -> Any:
-    """The value of an atom that depends on constants alone, or None."""
+    """The value of an atom that depends only on constants, or None."""
     compute = graph.function(atom)
     return None if compute is None else compute()

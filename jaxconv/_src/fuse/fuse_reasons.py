@@ -1,9 +1,9 @@
-"""What reads a convolution's result, by the names that its author uses.
+"""Names the readers of a convolution's result as the program's author would.
 
-``fuse_chain`` says where a chain ends, and names primitives. Here the readers of that place are
-taken together: a reduction and the operations that apply its numbers are one reader, "group norm"
-or "squeeze and excitation". A reader for which an epilogue saves no pass is no reason: another
-convolution, a reduction or pooling, the loss, and a sum that another call computes.
+``fuse_chain`` finds the end of a chain and names primitives. This module groups the readers at that
+point: a reduction and the operations that apply its result are one reader, such as "group norm" or
+"squeeze and excitation". Readers for which an epilogue saves no pass are no reason: another
+convolution, a reduction or pooling, the loss, a sum that another call computes.
 """
 
 from __future__ import annotations
@@ -18,31 +18,31 @@ from jax.extend.core import JaxprEqn, Var
 from jaxconv._src import compat
 from jaxconv._src.fuse.fuse_graph import REDUCTIONS, Graph, type_of
 
-# What ``fuse_chain`` says of any reader. Its other reasons say more than that there is one.
+# The reasons of ``fuse_chain`` that apply to any reader; its other reasons are more specific.
 _OF_ANY_READER = re.compile(r"its result (is|has) .*|\w+ follows")
 
-# Equations that keep the number of elements and compute nothing of each.
+# Equations that keep the number of elements but are not elementwise.
 _NOT_ELEMENTWISE = ("conv_general_dilated", "jaxconv_", "reduce_window", "select_and", "cum")
 _NOT_ELEMENTWISE += ("rev", "sort", "scan", "while", "cond", "transpose")
 _SAME_ORDER = ("convert_element_type", "copy", "copy_p")
 _RESHAPES = ("reshape", "squeeze", "broadcast_in_dim")
 
-# Equations that are looked at behind a reduction, for what its numbers become.
+# The number of equations examined after a reduction, to see what its result becomes.
 _REACH = 64
 
 
 def told(
     graph: Graph, end: Var, axis: int, taken: Collection[int], reason: str, *, refused: bool
 ) -> str:
-    """Why a chain ends, said of its readers; "" where an epilogue that goes on would save nothing.
+    """Why a chain ends, in terms of its readers; "" if a longer epilogue would save nothing.
 
     Args:
         graph: the program.
         end: the chain's last variable.
-        axis: its axis of channels.
+        axis: its channel axis.
         taken: positions of the equations that calls compute.
-        reason: what ``fuse_chain`` says; "" where nothing is left out that it knows.
-        refused: whether the convolution has no epilogue whatever follows, for that reason.
+        reason: the reason of ``fuse_chain``; "" if it knows of no further operation.
+        refused: whether this reason rules out any epilogue of the convolution.
     """
     if not compat.is_constant_shape(type_of(end).shape):
         return reason
@@ -60,13 +60,13 @@ def told(
 
 
 class _Reader(NamedTuple):
-    """An equation that reads a value, with the shape in which it does.
+    """An equation that reads a value, and the shape in which it reads it.
 
     Attributes:
         eqn: the equation.
         operand: the value, reshaped, converted or squared.
-        labels: what the axes of ``operand`` are: "n" images, "s" positions, "g" groups, "c"
-            channels, or several of them merged.
+        labels: the axes of ``operand``: "n" images, "s" positions, "g" groups, "c" channels, or
+            several of these merged.
     """
 
     eqn: JaxprEqn
@@ -77,7 +77,7 @@ class _Reader(NamedTuple):
 def _readers(
     graph: Graph, value: Var, axis: int, taken: Collection[int]
 ) -> tuple[list[str], bool, bool]:
-    """A value's readers: their names, whether a norm is one, and an operation of an epilogue's."""
+    """A value's readers: their names, whether one is a norm, and one an epilogue operation."""
     rank = len(type_of(value).shape)
     images = 0 if axis else 1
     labels = ("c" if i == axis else "n" if i == images else "s" for i in range(rank))
@@ -123,7 +123,7 @@ def _elementwise(reader: _Reader) -> bool:
 
 
 def _name(graph: Graph, eqn: JaxprEqn) -> str:
-    """An equation's name: of a function that was jitted or has derivatives its own."""
+    """An equation's name; for a jitted function or one with custom derivatives, its own."""
     name = eqn.primitive.name
     if name == "reduce_sum" and _is_mean(graph, eqn):
         return "mean"
@@ -141,7 +141,7 @@ def _is_mean(graph: Graph, total: JaxprEqn) -> bool:
 
 
 def _relabelled(eqn: JaxprEqn, labels: tuple[str, ...]) -> tuple[str, ...] | None:
-    """The labels of an equation's result that has its operand's elements; None of another."""
+    """The labels of a result that has its operand's elements, otherwise None."""
     name = eqn.primitive.name
     if name in _SAME_ORDER:
         return labels
@@ -158,7 +158,7 @@ def _relabelled(eqn: JaxprEqn, labels: tuple[str, ...]) -> tuple[str, ...] | Non
 def _reshaped(
     before: Sequence[int], after: Sequence[int], labels: tuple[str, ...]
 ) -> tuple[str, ...]:
-    """The labels of an array's axes once it is reshaped."""
+    """The labels of an array's axes after a reshape."""
     found: list[str] = []
     first = last = 0  # the axes of `before` that become some of `after`
     while len(found) < len(after):
@@ -182,15 +182,15 @@ _SOFTMAX = "softmax"
 
 
 def _norm(graph: Graph, size: int, readers: Sequence[_Reader]) -> tuple[str, set[int]]:
-    """What the reductions among readers are part of, and the readers that are, by identity."""
+    """The layer to which reductions among the readers belong, and its readers by identity."""
     reductions = [r for r in readers if r.eqn.primitive.name in REDUCTIONS]
     operations, spread = _made_of([r.eqn.outvars[0] for r in reductions], graph, size)
-    given = (r for r in readers if r.eqn.outvars)  # a callback gives nothing
+    given = (r for r in readers if r.eqn.outvars)  # a callback may have no result
     applied = [r for r in given if not spread.isdisjoint(_variables(r.eqn))]
     parts = {id(r.eqn) for r in (*reductions, *applied)}
     if not applied:
         return "", set()
-    for reader in applied:  # the variance, of what the mean was subtracted from
+    for reader in applied:  # the variance, after the mean was subtracted
         centred = _behind(graph, reader.eqn.outvars[0], reader.labels, ())
         again = [r.eqn.outvars[0] for r in centred if r.eqn.primitive.name in REDUCTIONS]
         operations |= _made_of(again, graph, size)[0]
@@ -210,7 +210,7 @@ def _variables(eqn: JaxprEqn) -> list[Var]:
 
 
 def _is_scaled(graph: Graph, eqn: JaxprEqn, size: int) -> bool:
-    """Whether an equation multiplies by the elements of a smaller array, as gradients of norms."""
+    """Whether an equation multiplies by a smaller array's elements, like gradients of norms."""
     if eqn.primitive.name != "mul":
         return False
     factors = [type_of(atom).size for atom in eqn.invars]
@@ -220,7 +220,7 @@ def _is_scaled(graph: Graph, eqn: JaxprEqn, size: int) -> bool:
 
 
 def _made_of(start: list[Any], graph: Graph, size: int) -> tuple[set[str], set[Any]]:
-    """What is computed of small arrays: the primitives' names, and the arrays as they are applied.
+    """What small arrays become: the names of the primitives, and the arrays that are applied.
 
     Args:
         start: the arrays.
@@ -250,7 +250,7 @@ def _made_of(start: list[Any], graph: Graph, size: int) -> tuple[set[str], set[A
 
 
 def _reduced(reader: _Reader) -> tuple[str, str]:
-    """The labels over which a reduction goes, sorted, and those that it keeps."""
+    """The sorted labels that a reduction removes, and those that it keeps."""
     axes = reader.eqn.params["axes"]
     labels = enumerate(reader.labels)
     sides: tuple[set[str], set[str]] = set(), set()

@@ -1,15 +1,15 @@
-"""Finds sums over an array that its moments answer: those of batch, group and instance norm.
+"""Finds sums over an array that follow from its moments: those of batch, group, instance norm.
 
-With the mean of each channel and M, its summed squared deviations, over n positions (and examples),
-and a, b numbers of each channel,
+Let mean and M be each channel's mean and sum of squared deviations over n positions (and examples).
+For numbers a, b of each channel,
 
     sum of (y - a)            = n (mean - a)
     sum of (y - a) (y - b)    = M + n (mean - a) (mean - b)
     E[y y] - E[y] E[y]        = M / n
 
-so that they give each of these sums, whatever the program subtracts, and neither formula of the
-variance cancels. Sums over a group of channels are sums of these. A sum may be made in steps, with
-factors between them: Equinox averages over positions, then over examples.
+So the moments give each of these sums for any a and b that the program subtracts, and neither
+formula of the variance cancels. Sums over a group of channels are sums of these. A program may form
+a sum in steps with factors between them: Equinox averages over positions, then over examples.
 """
 
 from __future__ import annotations
@@ -31,24 +31,24 @@ from jaxconv._src.fuse.fuse_affine import Coefficient
 from jaxconv._src.fuse.fuse_axes import CHANNELS, EXAMPLES, POSITIONS, Axes
 from jaxconv._src.fuse.fuse_graph import IDENTITIES, Graph, is_float, traced, type_of
 
-# A factor of the program is 1 / n where it differs by no more than so many roundings of it.
+# A factor of the program counts as 1 / n if it differs by at most this many roundings.
 _ROUNDINGS = 4
 
-# Over what moments are taken: all examples and positions, or an example's positions.
+# Moments are taken over all examples and positions, or over an example's positions.
 Over = OneOf["examples", "positions"]
 
 
 @dataclasses.dataclass(frozen=True)
 class Moment:
-    """A variable that the moments answer.
+    """A variable that follows from the moments.
 
     Attributes:
         out: the variable.
-        axes: its axes, which are of channels, and of examples where each has moments of its own.
-        counts: how many examples and channels the array has.
-        factor: what the sum is multiplied by.
-        shifts: what a first (one) or second (two) moment subtracts; None for zeros.
-        central: of squared deviations from the mean of all that is summed, times the factor.
+        axes: its axes: channels, and examples if each example has its own moments.
+        counts: the numbers of examples and channels of the array.
+        factor: the factor of the sum.
+        shifts: the subtracted values, one in a first and two in a second moment; None for zeros.
+        central: whether the squares are of deviations from the mean of everything that is summed.
     """
 
     out: Var
@@ -60,16 +60,16 @@ class Moment:
 
     @property
     def atoms(self) -> list[Any]:
-        """The variables that ``value`` takes."""
+        """The variables that ``value`` reads."""
         return [a for s in self.shifts if s is not None for a in s.atoms if isinstance(a, Var)]
 
     def value(self, statistics: Any, arrays: Mapping[Any, Any], count: int) -> Any:
-        """The variable.
+        """The variable's value.
 
         Args:
             statistics: means and M, (2, C) or (N, 2, C).
-            arrays: values of ``atoms``.
-            count: of the numbers of a channel that are summed.
+            arrays: the values of ``atoms``.
+            count: the numbers of a channel that are summed.
         """
         mean, squares = statistics[..., 0, :], statistics[..., 1, :]
         if self.central:
@@ -90,7 +90,7 @@ class Moment:
         return fuse_axes.arranged(total, before, self.axes).astype(aval.dtype)
 
     def _grouped(self, array: Any, reduce: Any, repeated: bool = False) -> Any:
-        """A reduction of (..., C) over the channels that the result does not tell apart."""
+        """A reduction of (..., C) over the channels that the result combines."""
         digits = fuse_axes.in_order(d for axis in self.axes for d in axis)
         kept = [d for d in digits if d.what == CHANNELS]
         if math.prod(d.extent for d in kept) == self.counts[1]:
@@ -104,15 +104,15 @@ class Moment:
 
 @dataclasses.dataclass(frozen=True)
 class _Value:
-    """What a variable is: product of (y - shift) over the shifts, summed over some axes.
+    """A variable as the product of (y - shift) over the shifts, summed over some axes.
 
     Attributes:
-        axes: those that are left.
-        shifts: as of ``Moment``.
-        factor: what it is multiplied by.
-        precision: the relative error of the factor, from the types on the way.
+        axes: the remaining axes.
+        shifts: as in ``Moment``.
+        factor: its factor.
+        precision: the relative error of the factor, from the intermediate types.
         absolute: whether it is the absolute value of the difference.
-        of_means: whether y stands for the examples' means less the mean of all.
+        of_means: whether y stands for the examples' means minus the mean of all.
     """
 
     axes: Axes
@@ -124,13 +124,13 @@ class _Value:
 
     @property
     def single(self) -> bool:
-        """Whether it is y, less a vector."""
+        """Whether it is y minus a vector."""
         return len(self.shifts) == 1 and not self.absolute
 
 
 @dataclasses.dataclass(frozen=True)
 class _Stack:
-    """Values side by side along an axis that they do not have; None for what is no value."""
+    """Values stacked along a new axis; None where an entry is no value."""
 
     axis: int
     parts: tuple[_Value | None, ...]
@@ -146,7 +146,7 @@ class _Finder:
         graph: the program.
         y: the array.
         axis: its axis of channels.
-        over: of which moments.
+        over: which moments are taken.
     """
 
     def __init__(self, graph: Graph, y: Var, axis: int, over: Over):
@@ -158,7 +158,7 @@ class _Finder:
         self.counts = math.prod(kinds[0]), math.prod(kinds[1])
 
     def found(self) -> list[Moment]:
-        """The sums, those of which others are made too."""
+        """The sums, including those from which other sums are computed."""
         values: dict[Var, _Value] = {self.y: _Value(self.axes)}
         stacks: dict[Var, _Stack] = {}
         moments: dict[Var, Moment] = {}
@@ -200,7 +200,7 @@ class _Finder:
     def _results(
         self, eqn: JaxprEqn, operands: list[_Value | None]
     ) -> Sequence[_Value | _Stack | None] | None:
-        """What an equation gives of such values, or None."""
+        """The results of an equation as values, or None."""
         name = eqn.primitive.name
         if name == "reduce":
             found = [_sum(v, eqn.params["dimensions"]) if v else None for v in operands]
@@ -221,7 +221,7 @@ class _Finder:
         return None if value is None else [value]
 
     def _parts(self, eqn: JaxprEqn, stack: _Stack) -> Sequence[_Value | _Stack | None] | None:
-        """What an equation gives of a stack: the same of its parts, or some of them."""
+        """The result of an equation on a stack: applied to the parts, or a selection of them."""
         name, params, axis = eqn.primitive.name, eqn.params, stack.axis
 
         def kept(value: _Value | None) -> _Value | None:
@@ -262,7 +262,7 @@ class _Finder:
         return math.prod(fuse_axes.shape_of(axes)) / self.size
 
     def _complete(self, value: _Value) -> bool:
-        """Whether a value is a sum over all that the moments are over."""
+        """Whether a value is a sum over all axes of the moments."""
         digits = [d for axis in value.axes for d in axis]
         kinds = [[d.extent for d in digits if d.what == w] for w in (EXAMPLES, CHANNELS)]
         extents = tuple(map(math.prod, kinds))
@@ -277,7 +277,7 @@ class _Finder:
         return self.counts[0] > 1 and extents[0] == self.counts[0]
 
     def _made(self, eqn: JaxprEqn, operands: list[_Value | None]) -> _Value | None:
-        """What an equation makes of such values, or None."""
+        """The result of an equation on values, or None."""
         name = eqn.primitive.name
         if name in ("sub", "mul", "div"):
             return self._combined(eqn, operands)
@@ -349,7 +349,7 @@ class _Finder:
         return dataclasses.replace(left, shifts=left.shifts + right.shifts)
 
     def _contracted(self, eqn: JaxprEqn, operands: list[_Value | None]) -> _Value | None:
-        """A sum as a product of matrices: with ones, or of two values by channels."""
+        """A sum as a matrix product: with ones, or of two values per channel."""
         (sums, batches), (left, right) = eqn.params["dimension_numbers"], operands
         if left is not None and right is not None:
             value = self._product(left, right)
@@ -374,7 +374,7 @@ class _Finder:
         return value if number == 1 else _scaled(value, number, type_of(ones).dtype)
 
     def _variance(self, eqn: JaxprEqn, values: dict[Var, _Value]) -> _Value | None:
-        """The mean of y of an equation that is E[y y] - E[y] E[y], or None."""
+        """The mean of y if an equation is E[y y] - E[y] E[y], else None."""
         if eqn.primitive.name != "sub":
             return None
         of_squares, of_mean = eqn.invars
@@ -394,14 +394,14 @@ class _Finder:
         return value is not None and value.shifts == shifts and self._averages(value)
 
     def _averages(self, value: _Value) -> bool:
-        """Whether a value is a mean over all that the moments are over."""
+        """Whether a value is a mean over all axes of the moments."""
         return self._complete(value) and self._has_factor(value, self._share(value.axes))
 
     def _has_factor(self, value: _Value, factor: float) -> bool:
         return abs(value.factor / factor - 1) <= _ROUNDINGS * value.precision
 
     def _of_examples(self, value: _Value) -> bool:
-        """Whether a value has the mean of every example, while the moments are those of all."""
+        """Whether a value has each example's mean while the moments are over all examples."""
         digits = [d for axis in value.axes for d in axis]
         whole = {(EXAMPLES, self.counts[0]), (CHANNELS, self.counts[1])}
         return (
@@ -412,10 +412,10 @@ class _Finder:
         )
 
     def _total_variance(self, eqn: JaxprEqn, values: dict[Var, _Value]) -> _Value | None:
-        """The variance as the mean of the examples' variances and the variance of their means.
+        """The variance as the mean of the examples' variances plus the variance of their means.
 
         Returns:
-            The former, or None where an equation is no such sum.
+            The variance, or None if the equation is no such sum.
         """
         if eqn.primitive.name not in ("add", "add_any") or self.over != "examples":
             return None
@@ -437,7 +437,7 @@ class _Finder:
         return within if right and self._has_factor(within, self._share(within.axes)) else None
 
     def _number(self, atom: Any) -> float | None:
-        """The number that an atom is, computed of numbers or not."""
+        """The value of an atom that is a number or computed from numbers."""
         number = self.graph.constant(atom)
         if number is not None or math.prod(type_of(atom).shape) != 1:
             return number
@@ -455,7 +455,7 @@ def _scaled(value: _Value, number: float, dtype: np.dtype) -> _Value:
 
 
 def _pooled(eqn: JaxprEqn, value: _Value) -> _Value | None:
-    """The sum over windows, each of which is all of some axes."""
+    """The sum over windows that each cover some axes completely."""
     params = eqn.params
     extents = fuse_axes.shape_of(value.axes)
     window = params["window_dimensions"]
@@ -499,13 +499,13 @@ def _squares(eqn: JaxprEqn) -> bool:
 
 
 def find(graph: Graph, y: Var, axis: int, over: Over = "examples") -> list[Moment]:
-    """The sums over y that its moments answer; none where no second moment is among them.
+    """The sums over y that follow from its moments; none unless a second moment is among them.
 
     Args:
         graph: the program.
         y: an array, the examples along its first axis.
         axis: its axis of channels.
-        over: of which moments.
+        over: which moments are taken.
     """
     finder = _Finder(graph, y, axis, over)
     if 1 in (finder.counts[1], finder.size // max(finder.counts[1], 1)):
@@ -515,10 +515,10 @@ def find(graph: Graph, y: Var, axis: int, over: Over = "examples") -> list[Momen
 
 
 def answered(graph: Graph, moment: Moment, statistics: Var, count: int) -> list[JaxprEqn]:
-    """The equations of a sum, from the moments of ``count`` numbers a channel.
+    """The equations of a sum, from the moments of ``count`` numbers in each channel.
 
     Raises:
-        TypeError, ValueError: its type is another.
+        TypeError, ValueError: the result has another type than the variable.
     """
 
     def compute(statistics: Any, given: list[Any]) -> list[Any]:

@@ -1,4 +1,4 @@
-"""Traces a function for ``fuse``, and evaluates the rewritten program in its place."""
+"""Traces a function for ``fuse``, and evaluates the rewritten program instead."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from jaxconv._src.fuse import fuse_program
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What ``fuse`` is asked for.
+    """The options of ``fuse``.
 
     Attributes:
-        fold: multiply scales into filters where both are constants.
-        gradients: the derivatives that the function takes are of fused functions.
+        fold: multiplies scales into filters if both are constants.
+        gradients: differentiates fused functions where the function takes derivatives.
     """
 
     fold: bool
     gradients: bool
 
 
-# The options of the `fuse` that traces in this thread, or None. JAX has them in the keys of its
-# caches: a jitted function that is traced meanwhile is traced again for calls from elsewhere.
+# The options of the `fuse` that traces in this thread, or None. They are part of JAX's cache keys,
+# so a jitted function that is traced meanwhile is traced again for other callers.
 _in_force = jax.make_user_context(None)
 
 
 def options_in_force() -> Options | None:
-    """The options of the ``fuse`` that traces what is called here; None where none does."""
+    """The options of the ``fuse`` whose trace is running, or None."""
     return _in_force.value if compat.is_tracing() else None
 
 
@@ -46,15 +46,16 @@ class Traced:
     closed: Any
     arrays: list[Any]
     fold: bool
-    # The structure of the results, those that are no arrays, and the places of those that are.
+    # The structure of the results, the results that are no arrays, and the indices of those that
+    # are.
     out_tree: Any
     constants: list[Any]
     places: list[int]
 
     def evaluate(self) -> Any:
-        """The results, of the program that ``fuse`` makes."""
+        """The results of the fused program."""
         jaxpr, extra = fuse_program.rewritten(self.closed, self.fold)
-        with _in_force(None):  # rules of primitives differentiate functions that nobody sees
+        with _in_force(None):  # primitives' rules differentiate functions that are not the user's
             outs = compat.eval_jaxpr(jaxpr, [*self.closed.consts, *extra], *self.arrays)
         results = list(self.constants)
         for place, out in zip(self.places, outs, strict=True):
@@ -65,12 +66,12 @@ class Traced:
 def traced(
     fun: Callable, args: Sequence[Any], kwargs: Mapping[str, Any], options: Options
 ) -> Traced:
-    """A function with its arguments, as a program.
+    """Traces a function with its arguments to a program.
 
-    What JAX differentiates may leave values in objects, as Haiku's modules leave random keys and
-    parameters, that the caller then uses: values that do not depend on what it is differentiated by
-    belong to the caller's trace. As a program of its own it would keep them. Its caller is traced
-    once more then, with derivatives as they are.
+    A differentiated function may leave values in objects that its caller then uses, as Haiku's
+    modules leave random keys and parameters: values that do not depend on the differentiated
+    argument belong to the caller's trace. Traced as a separate program, the function would capture
+    them. Its caller is then traced once more, with derivatives unchanged.
 
     Raises:
         What ``fun`` raises.
@@ -97,7 +98,7 @@ def _traced(
         args, kwargs = jax.tree.unflatten(tree, values)
         results, out_tree = jax.tree.flatten(fun(*args, **kwargs))
         traced = [i for i, r in enumerate(results) if isinstance(r, jax.Array)]
-        # What outlives the trace holds none of its arrays.
+        # Objects that outlive the trace must not hold its arrays.
         constants = [None if i in traced else result for i, result in enumerate(results)]
         rest[:] = [compat.current_trace(), out_tree, constants, traced]
         return [results[i] for i in traced]
@@ -111,5 +112,5 @@ def _traced(
 
 
 def is_array(leaf: Any) -> bool:
-    """Whether an argument is an array of the program, and no constant."""
+    """Whether an argument is an array of the program rather than a constant."""
     return isinstance(leaf, jax.Array | np.ndarray | np.generic)

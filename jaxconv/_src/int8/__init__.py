@@ -1,1 +1,1 @@
-"""The primitive of 8-bit convolutions, its layouts, and lax's integer convolutions on it."""
+"""The primitive of 8-bit convolutions, its layouts, and lax's integer convolutions."""

@@ -1,9 +1,9 @@
 """Convolutions of int8 operands in lax's form, on the kernels of ``conv_int8_p``.
 
-The filter is packed in the program, by transposes of XLA's. A convolution of a dilated or cropped
-input takes a copy of it, a data gradient becomes a forward convolution with the reversed filter,
-and independent convolutions with filters of their own run one after the other. Channels that no
-kernel takes as they are become multiples of 32, filled with zeros.
+The program packs the filter by XLA transposes. A dilated or cropped input is copied, a data
+gradient becomes a forward convolution with the reversed filter, and independent convolutions with
+separate filters run one after the other. Channel counts that no kernel accepts are padded with
+zeros to multiples of 32.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ from jaxconv._src.ways import winograd_jax
 
 @dataclasses.dataclass(frozen=True)
 class PackedPlan:
-    """How one int8 convolution is computed, or why no kernel computes it.
+    """The plan of one int8 convolution, or why no kernel computes it.
 
     Attributes:
-        chosen: the selection, of one of the independent convolutions.
+        chosen: the selection for one of the independent convolutions.
         key: its problem key.
-        spec: of the call.
-        crop: the negative padding, and how often the input is dilated, by spatial axis.
-        c, k: channels of the call, those of all groups.
+        spec: the call's spec.
+        crop: the negative padding and the dilation of the input, by spatial axis.
+        c, k: channels of the call, over all groups.
     """
 
     chosen: native.Selection
@@ -103,7 +103,7 @@ def _plan(
     if spec.groups == 1:
         stored = FEW if c <= FEW else padded_channels(c)
         forms += [(stored, k, 1), (stored, padded_channels(k), 1)]
-    elif spec.groups == c == k:  # depthwise: a channel of zeros is a group of its own
+    elif spec.groups == c == k:  # depthwise: a channel of zeros is a separate group
         forms.append((padded_channels(c),) * 3)
     plan: PackedPlan | None = None
     for c, k, groups in dict.fromkeys(forms):
@@ -123,12 +123,12 @@ def _plan(
 
 
 def plan(platform: str, op: Op, spec: ConvSpec, sizes: Sizes, out_dtype: np.dtype) -> PackedPlan:
-    """The kernel for one convolution of int8 operands on a platform, and how it is called.
+    """The kernel for a convolution of int8 operands on a platform, and the form of its call.
 
     Raises:
-        ValueError: the demanded algorithm is not known on this platform.
+        ValueError: the platform does not know the demanded algorithm.
     """
-    # What the environment decides is part of the key.
+    # The environment's settings are part of the key.
     environment = native.target(), native.automatic()
     return _plan(platform, *environment, op, spec, sizes, np.dtype(out_dtype))
 
@@ -136,7 +136,7 @@ def plan(platform: str, op: Op, spec: ConvSpec, sizes: Sizes, out_dtype: np.dtyp
 def convolve(
     plan: PackedPlan, op: Op, lhs: jax.Array, rhs: jax.Array, *, spec: ConvSpec
 ) -> jax.Array:
-    """Computes ``op`` on int8 operands as ``plan`` says; operands and result as the primitive's."""
+    """Computes ``op`` on int8 operands by ``plan``; operands and result as in the primitive."""
     lhs_role, rhs_role, out_role = op.roles
     x = lax.transpose(lhs, spec.axes(lhs_role))
     w = lax.transpose(rhs, spec.axes(rhs_role))
@@ -149,7 +149,7 @@ def convolve(
 
 
 def _convolve(plan: PackedPlan, op: Op, x: jax.Array, w: jax.Array, groups: int) -> jax.Array:
-    """One convolution: x (n, *spatial, c), w (*window, c / groups, k), as ``op`` reads them."""
+    """One convolution: x (n, *spatial, c), w (*window, c / groups, k), for ``op``."""
     rank = w.ndim - 2
     if any(cut != (0, 0, 0) for cut in plan.crop):
         x = lax.pad(x, jnp.int8(0), [(0, 0, 0), *plan.crop, (0, 0, 0)])
@@ -157,7 +157,7 @@ def _convolve(plan: PackedPlan, op: Op, x: jax.Array, w: jax.Array, groups: int)
         k = w.shape[-1]
         w = jnp.moveaxis(w, -1, 0)
     else:
-        # Of the filter that is transposed, the output channels of each group are contracted.
+        # A transposed filter is contracted over the output channels of each group.
         *window, c_per_group, k_of_all = w.shape
         k = c_per_group * groups
         w = lax.rev(w, tuple(range(rank)))

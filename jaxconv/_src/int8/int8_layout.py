@@ -20,13 +20,13 @@ from jax.typing import ArrayLike, DTypeLike
 from jaxconv._src.problem import layouts, operand
 from jaxconv._src.problem.spelling import knows, renamed
 
-# Channels that lie side by side in NCHW32, and the multiple of bytes in a packed filter's row.
+# Contiguous channels in NCHW32; a packed filter's row is a multiple of this many bytes.
 BLOCK = 32
-# An image of at most this many channels is padded to so many: it lies the same in both layouts.
+# An image with at most this many channels is padded to this number; both layouts are then equal.
 FEW = 4
 
 _EIGHT_BITS = (np.dtype(np.int8), np.dtype(np.uint8))
-# Of a convolution's result.
+# The dtypes of a convolution's result.
 OUT_DTYPES: tuple[np.dtype, ...] = (
     *_EIGHT_BITS,
     *(np.dtype(dtype) for dtype in (np.int32, np.float32, jnp.bfloat16, np.float16)),
@@ -41,12 +41,12 @@ def padded_channels(count: int) -> int:
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["data"], meta_fields=["channels"])
 @dataclasses.dataclass(frozen=True)
 class Packed:
-    """A batch of images in NCHW32: a pytree that flows from layer to layer as it lies.
+    """A batch of images in NCHW32: a pytree that layers pass on without conversion.
 
     Attributes:
-        data: (N, ceil(C / 32), H, W, 32), int8 or uint8 where it is a layer's input.
-        channels: C. The channels of ``data`` beyond hold zeros, or what ``pack`` was given for
-            them, or the zero point of the layer that wrote them; packed filters are zero there.
+        data: (N, ceil(C / 32), H, W, 32), int8 or uint8 as a layer's input.
+        channels: C. Further channels of ``data`` hold zeros, the ``value`` of ``pack``, or the zero
+            point of the layer that wrote them; packed filters are zero there.
     """
 
     data: jax.Array
@@ -59,7 +59,7 @@ class Packed:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """(N, H, W, C) of the images, whatever their layout."""
+        """(N, H, W, C) of the images, for any layout."""
         n, _, h, w, _ = self.data.shape
         return (n, h, w, self.channels)
 
@@ -71,19 +71,19 @@ class Packed:
 )
 @dataclasses.dataclass(frozen=True)
 class PackedFilter:
-    """An int8 filter in the order in which the kernels reduce: a pytree, made by ``pack_filter``.
+    """An int8 filter in the kernels' order of reduction: a pytree, made by ``pack_filter``.
 
     Attributes:
         data: int8 (K', L). Row k holds the weights of output channel k in the order (R, S, C') or,
             in NCHW32, (C' / 32, R, S, 32), and zeros up to L, the next multiple of 32. C' and K'
-            are ``channels`` and ``features`` rounded up to multiples of 32, C' to 4 where there
-            are at most 4; the weights beyond are zero. Of a depthwise filter C' is 1.
+            are ``channels`` and ``features`` rounded up to multiples of 32, but C' is 4 for at most
+            4 channels, and 1 for a depthwise filter; additional weights are zero.
         window: extents of the window, such as (R, S).
         channels: input channels of one group.
         features: all output channels.
         groups: groups of channels.
-        layout: "NHWC" or "NCHW32", the activations that the filter is for. With at most 4 input
-            channels both orders are the same, and the filter serves both.
+        layout: "NHWC" or "NCHW32", the layout of the activations. With at most 4 input channels
+            both orders are equal, and the filter serves both.
     """
 
     data: jax.Array
@@ -95,7 +95,7 @@ class PackedFilter:
 
     @property
     def depthwise(self) -> bool:
-        """Whether it has one filter for each channel; then C' is 1 and all channels are padded."""
+        """Whether it has one filter per channel; then C' is 1, and the channels are padded."""
         return self.groups > 1 and self.channels == 1 and self.groups == self.features
 
     @property
@@ -108,7 +108,7 @@ class PackedFilter:
 
     @property
     def groups_stored(self) -> int:
-        """Groups, of a depthwise filter padding included."""
+        """Groups, for a depthwise filter including padding."""
         return self.features_stored if self.depthwise else self.groups
 
     @property
@@ -144,7 +144,7 @@ def pad_axis(array: jax.Array, axis: int, extent: int, value: int = 0) -> jax.Ar
 
 
 def crop_axis(array: jax.Array, axis: int, extent: int) -> jax.Array:
-    """``array`` with one axis cut off at ``extent``."""
+    """``array`` with one axis cropped to ``extent``."""
     if array.shape[axis] == extent:
         return array
     return lax.slice_in_dim(array, 0, extent, axis=axis)
@@ -166,7 +166,7 @@ def to_nhwc(x: jax.Array) -> jax.Array:
 def pack_rows(w: jax.Array, layout: str) -> jax.Array:
     """(K, *window, C / groups) -> (K, L) in the kernels' order of reduction.
 
-    C / groups is a multiple of 32 where ``layout`` is "nchw32", or 4.
+    With the layout "nchw32", C / groups is 4 or a multiple of 32.
     """
     k, *window, c = w.shape
     if layout == "nchw32" and c != FEW:
@@ -188,19 +188,19 @@ def unpack_rows(rows: jax.Array, window: tuple[int, ...], channels: int, layout:
 
 
 def pack(x: ArrayLike, data_format: str = "NHWC", value: int = 0) -> Packed:
-    """Packs images into NCHW32, once, before the first layer.
+    """Packs images into NCHW32, for use once before the first layer.
 
     Args:
         x: int8 or uint8 images, (N, H, W, C) or (N, C, H, W).
         data_format: "NHWC" or "NCHW".
-        value: what the channels that fill C up to a multiple of 32 hold.
+        value: the content of the channels that pad C to a multiple of 32.
 
     Returns:
         The images as (N, ceil(C / 32), H, W, 32).
 
     Raises:
         TypeError: x is not int8 or uint8.
-        ValueError: x has not 4 dimensions, or the format is another one.
+        ValueError: x does not have 4 dimensions, or the format is unknown.
     """
     x = array_of("x", x)
     _check_format(data_format)
@@ -221,18 +221,18 @@ def pack(x: ArrayLike, data_format: str = "NHWC", value: int = 0) -> Packed:
 
 
 def unpack(packed: Packed, data_format: str = "NHWC") -> jax.Array:
-    """Undoes ``pack``, once, after the last layer.
+    """Undoes ``pack``, for use once after the last layer.
 
     Args:
         packed: images in NCHW32.
-        data_format: "NHWC" or "NCHW", of the result.
+        data_format: the result's format, "NHWC" or "NCHW".
 
     Returns:
-        (N, H, W, C) or (N, C, H, W), of the dtype of its data.
+        (N, H, W, C) or (N, C, H, W), with the dtype of its data.
 
     Raises:
         TypeError: the argument is not a ``Packed``.
-        ValueError: its data does not have the shape of NCHW32, or the format is another one.
+        ValueError: its data does not have the shape of NCHW32, or the format is unknown.
     """
     checked_packed("packed", packed, *OUT_DTYPES)
     _check_format(data_format)
@@ -249,10 +249,10 @@ def _check_format(data_format: str) -> None:
 
 
 def checked_packed(name: str, packed: Packed, *dtypes: DTypeLike) -> Packed:
-    """``packed`` with data that has the shape of NCHW32 and one of ``dtypes``.
+    """``packed``, checked to have the shape of NCHW32 and one of ``dtypes``.
 
     Raises:
-        TypeError: not a ``Packed``, or of another dtype.
+        TypeError: it is not a ``Packed``, or has another dtype.
         ValueError: its data has another shape.
     """
     if not isinstance(packed, Packed):
@@ -278,21 +278,21 @@ def pack_filter(
     filter_format: str = "HWIO",
     layout: str | None = None,
 ) -> PackedFilter:
-    """Packs a filter for ``conv``, once.
+    """Packs a filter for ``conv``, for use once before all calls.
 
     Args:
-        w: int8 filters in the order ``filter_format``: (R, S, C / groups, K) for "HWIO". For NHWC
-            layers with one or three spatial axes "WIO" and "DHWIO".
-        groups: groups of channels; C / groups and K / groups are then multiples of 32, or, of NHWC,
-            both 1.
-        data_format: of the activations, as in ``conv``: "NCHW32" (the default), or one of those of
-            arrays, for all of which filters are packed alike.
+        w: int8 filters in the order ``filter_format``: (R, S, C / groups, K) for "HWIO";
+            NHWC layers with one or three spatial axes have "WIO" and "DHWIO".
+        groups: groups of channels; with several, C / groups and K / groups must be multiples of 32
+            or, for NHWC, both 1.
+        data_format: the activations' format, as in ``conv``: "NCHW32" (the default), or any array
+            format; filters for all array formats are packed alike.
         filter_format: the letters I and O, and the spatial letters in the order D, H, W.
-        layout: what ``data_format`` was called before; it warns.
+        layout: the deprecated name of ``data_format``; it warns.
 
     Returns:
         The filter as an int8 matrix. Input channels are padded with zeros to a multiple of 32, or
-        to 4 where there are at most 4 and one group; output channels to a multiple of 32.
+        to 4 if there are at most 4 and one group; output channels to a multiple of 32.
 
     Raises:
         TypeError: w is not int8.
@@ -331,7 +331,7 @@ def pack_filter(
 
 
 def checked_filter(name: str, w: PackedFilter) -> PackedFilter:
-    """``w`` with data of the shape that its other attributes say.
+    """``w``, checked that its data has the shape given by its other attributes.
 
     Raises:
         TypeError: its data is not int8.

@@ -1,7 +1,7 @@
 """The primitive conv_int8: a forward convolution of 8-bit operands with its epilogue.
 
-The operands are x, w and the terms of the epilogue that are present, in the order of ``TERMS``; the
-epilogue is defined in ``cc/core/epilogue.h``. Arrays are in canonical order:
+The operands are x, w and the present terms of the epilogue, in the order of ``TERMS``;
+``cc/core/epilogue.h`` defines the epilogue. Arrays are in canonical order:
 
     x                x (n, *spatial, c), or in the layout nchw32 (n, c / 32, h, w, 32), and
                      (n, 1, h, w, 4) where c is 4
@@ -12,7 +12,7 @@ epilogue is defined in ``cc/core/epilogue.h``. Arrays are in canonical order:
     residual         as the result
     residual_scale   float32 (1,)
 
-It has no derivative: rounding to 8 bits has none.
+It has no derivative, because rounding to 8 bits has none.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from jaxconv._src.sharding.partition import SPATIAL, Factor, Tensor
 from jaxconv._src.ways import exact, winograd_jax
 
 TARGET = "jaxconv_int8"
-# Algorithms that ask for XLA's operations, which are a matrix product of all windows.
+# Algorithms that request XLA operations: a matrix product of all windows.
 BY_XLA = (selection.XLA, selection.IM2COL)
 
 TERMS = ("scale", "offset", "bias", "residual", "residual_scale")
@@ -63,9 +63,9 @@ class Int8Spec:
         layout: "nhwc" (channels last, 1 to 3 spatial axes) or "nchw32".
         out_dtype: int8, uint8, int32, float32, bfloat16 or float16.
         scale: "", "scale" (one for each output channel) or "image_scale" (for each image too).
-        offset, bias, residual: which of the other terms are present; with a scale only.
+        offset, bias, residual: whether these terms are present; they require a scale.
         activation: None, "relu" or "relu6".
-        zero_point: of an int8 or uint8 result.
+        zero_point: the zero point of an int8 or uint8 result.
     """
 
     conv: ConvSpec
@@ -103,7 +103,7 @@ class Int8Spec:
         return (n, k // BLOCK, *self.conv.out_spatial, BLOCK)
 
     def words(self, filter_layout: str, layout: str) -> list[str]:
-        """The end of the problem key, which tells layouts and terms."""
+        """The end of the problem key: layouts and terms."""
         words = [
             filter_layout,
             layout if layout != "nhwc" else "",
@@ -125,7 +125,7 @@ def canonical_conv(
     window: tuple[int, ...],
     algorithm: str = "auto",
 ) -> ConvSpec:
-    """The ``ConvSpec`` of a convolution of arrays in canonical order."""
+    """The ``ConvSpec`` of a convolution whose arrays are in canonical order."""
     order = tuple(range(len(stride) + 2))
     return ConvSpec(
         stride=stride,
@@ -148,10 +148,10 @@ conv_int8_p = Primitive("jaxconv_int8")
 
 
 def bind(spec: Int8Spec, x: jax.Array, w: jax.Array, **terms: jax.Array) -> jax.Array:
-    """Computes a quantised convolution; ``terms`` are the operands that ``spec.terms`` names.
+    """Computes a quantised convolution; ``terms`` are the operands named in ``spec.terms``.
 
     Raises:
-        ValueError: the algorithm that ``spec`` demands does not take this problem.
+        ValueError: the algorithm that ``spec`` demands does not accept this problem.
     """
     call.check(Quantised(spec), x.shape, w.shape, x.dtype)
     operands = compat.match_varying(x, w, *(terms[name] for name in spec.terms))
@@ -176,7 +176,7 @@ def _merged(array: jax.Array) -> jax.Array:
 
 
 def _batch(operands, mapped_axes, *, spec: Int8Spec):
-    """Maps over images, which fold into n, or calls once for each example where w is mapped."""
+    """Folds mapped images into n; with a mapped w, calls once for each example."""
     names = ("x", "w", *spec.terms)
     values = dict(zip(names, operands, strict=True))
     axes = {n: a for n, a in zip(names, mapped_axes, strict=True) if a is not None}
@@ -238,7 +238,7 @@ class Quantised(Call):
         return self.spec.sizes(lhs_shape, rhs_shape)
 
     def tensors(self, *shapes: Sequence[int]) -> tuple[list[Tensor], list[Tensor]]:
-        """Output channels are split where they form one group, in blocks; others stay whole."""
+        """Output channels of a single group can be split, in blocks; others stay whole."""
         k, n = shapes[1][0], Factor("n")
         whole = self.conv.groups > 1 or k % BLOCK or k == BLOCK
         of_k = None if whole else Factor("k", BLOCK, "k_of_block")
@@ -261,7 +261,7 @@ class Quantised(Call):
         return operands, [Tensor("y", self.spec.out_shape(*shapes[:2]), y)]
 
     def select(self, platform: str, sizes: Sizes, dtype: np.dtype) -> Selected:
-        """The kernel instance; on the CPU for the call in NHWC."""
+        """The kernel instance; on the CPU that of the call in NHWC."""
         spec, algorithm = self.spec, self.algorithm
         if reason := self._out_of_question(sizes, dtype):
             return selection.refused(reason), ""
@@ -276,7 +276,7 @@ class Quantised(Call):
         return chosen, "" if chosen.in_jax else key
 
     def _out_of_question(self, sizes: Sizes, dtype: np.dtype) -> str:
-        """Why no kernel of any platform comes into question, or ""."""
+        """Why no kernel of any platform is a candidate, or ""."""
         if self.algorithm in BY_XLA:
             return f'algorithm="{self.algorithm}" was asked for'
         reason = selection.out_of_question(self.conv, sizes)
@@ -286,7 +286,7 @@ class Quantised(Call):
 
     @property
     def in_64_bits(self) -> bool:
-        return bool(self.spec.scale)  # for the one rounding of a fused multiply-add
+        return bool(self.spec.scale)  # to round a fused multiply-add once
 
     def definition(self, platform: str | None, in_jax: bool) -> Callable[..., jax.Array]:
         return functools.partial(_in_xla, spec=self.spec)
@@ -300,7 +300,7 @@ class Quantised(Call):
         return mlir.lower_fun(emitted, multiple_results=False)(ctx, *operands)
 
     def _emitted(self, platform: str, chosen: native.Selection, key: str, *operands: jax.Array):
-        """The custom call; on the CPU between conversions to NHWC and back, which XLA may fuse."""
+        """The custom call; on the CPU with conversions to and from NHWC, which XLA may fuse."""
         spec = self.spec
         values = dict(zip(self.names[0], operands, strict=True))
         x, w = values["x"], values["w"]
@@ -326,7 +326,7 @@ class Quantised(Call):
 
 
 def _in_xla(*operands, spec: Int8Spec):
-    """The same numbers without a kernel."""
+    """The same result without a kernel."""
     terms = dict(zip(("x", "w", *spec.terms), operands, strict=True))
     x, w = terms.pop("x"), terms.pop("w")
     sizes, conv = spec.sizes(x.shape, w.shape), spec.conv

@@ -1,20 +1,20 @@
-"""Winograd convolution of int8 operands: V and U in 8 bits, with a scale of each row and point.
+"""Winograd convolution of int8 operands: V and U in 8 bits, one scale per row and point.
 
     V8 = round(V / v_scale)    v_scale: of each tile and point, over its channels
     U8 = round(U / u_scale)    u_scale: of each output channel and point
     Y  = A^T ((U8 V8) u_scale v_scale) A
 
-V and U are exact before they are rounded: B^T and G are dyadic, with G's odd denominators moved to
-A^T. A scale is max / 127, or the point's unit where that is larger: of a row whose largest
-magnitude is at most 127 units nothing is rounded. The products are exact int32 sums; times u_scale
-they are rounded to float16, whose error does not show beside that of 8 bits. Y is rounded to the
-integers that a direct convolution would have summed, and goes to the same epilogue.
+V and U are exact before quantisation: B^T and G are dyadic, and G's odd denominators are moved to
+A^T. A scale is max(max / 127, unit), with the unit of the point: a row whose largest magnitude is
+at most 127 units is not rounded. The products are exact int32 sums; times u_scale they are rounded
+to float16, whose error is negligible relative to that of 8 bits. Y is rounded to integers, like the
+sums of a direct convolution, and passes through the same epilogue.
 
-A result depends on its own tile and its own output channel's filter alone, not on what else is in
-the batch. Sources: Lavin and Gray 2015; Li et al., "LANCE", ICASSP 2020, and Andri et al., MICRO
-2022, for scales in the Winograd domain.
+A result depends only on its tile and on its output channel's filter, not on the rest of the batch.
+Sources: Lavin and Gray 2015; Li et al., "LANCE", ICASSP 2020, and Andri et al., MICRO 2022, for
+scales in the Winograd domain.
 
-The kernels of the family ``winograd_int8`` compute this on a GPU, operations of XLA elsewhere.
+The kernels of the family ``winograd_int8`` compute this on a GPU; elsewhere XLA operations do.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ from jaxconv._src.problem.spec import ConvSpec, Sizes
 from jaxconv._src.ways import im2col, winograd_jax
 from jaxconv._src.ways.winograd_points import TAPS, Matrix, balanced, matrices
 
-# Algorithm -> outputs of a tile along an axis.
+# Maps an algorithm to the outputs of a tile along an axis.
 ALGORITHMS = {"winograd_f2x2": 2, "winograd_f4x4": 4}
 
-# Sums of so many products are exact in float32, whose matrix products XLA computes fast.
+# Sums of this many products are exact in float32, for which XLA has fast matrix products.
 _EXACT_CHANNELS = 2**24 // 128**2
 
-# Products times their power of two are below 2^15, and so below float16's largest number.
+# Products times their power of two are below 2^15, hence below float16's largest number.
 _HALF_EXPONENT = 15
 
 
 class IntegerMatrices(NamedTuple):
-    """Of F(m, 3) for integers; a row of B^T or G times integers is a multiple of its unit."""
+    """F(m, 3) for integers; a row of B^T or G times integers is a multiple of its unit."""
 
     bt: Matrix
     g: Matrix
@@ -81,7 +81,7 @@ def integer_matrices(m: int) -> IntegerMatrices:
 
 
 def refusal(spec: ConvSpec, x_dtype: np.dtype, algorithm: str) -> str:
-    """Why Winograd does not take a quantised convolution, or ""."""
+    """Why Winograd does not accept a quantised convolution, or ""."""
     if algorithm not in ALGORITHMS:
         return f"Winograd of int8 operands has the tiles {' and '.join(ALGORITHMS)}"
     if np.dtype(x_dtype) != np.int8:
@@ -94,7 +94,7 @@ def refusal(spec: ConvSpec, x_dtype: np.dtype, algorithm: str) -> str:
 def select(
     algorithm: str, sizes: Sizes, by_kernel: Callable[[str], native.Selection]
 ) -> native.Selection:
-    """The kernel of an algorithm where one takes the problem, else the form in JAX.
+    """The kernel of an algorithm if one accepts the problem, otherwise the form in JAX.
 
     Args:
         algorithm: one of ``ALGORITHMS``.
@@ -119,10 +119,10 @@ def select(
 
 
 def _quantised(values: jax.Array, axis: int, units: np.ndarray) -> tuple[jax.Array, jax.Array]:
-    """``values``, rounded to float16, in int8, and their scales, of extent 1 along ``axis``."""
+    """``values`` rounded to float16 and then int8, and their scales (extent 1 along ``axis``)."""
     values = winograd_jax.rounded(values, np.dtype(np.float16)).astype(np.float32)
     largest = jnp.max(jnp.abs(values), axis=axis, keepdims=True)
-    # Where a point's unit decides, it is a power of two, and both quotients are exact.
+    # If the scale is the point's unit, it is a power of two, and both quotients are exact.
     bound = jnp.maximum(largest, np.float32(127) * units)
     factor = np.float32(127) / bound
     return jnp.round(values * factor).astype(np.int8), bound / np.float32(127)
@@ -134,12 +134,12 @@ def _units(of_rows: tuple[Fraction, ...], shape: tuple[int, ...]) -> np.ndarray:
 
 
 def sums(x: jax.Array, w: jax.Array, spec: ConvSpec, algorithm: str) -> jax.Array:
-    """What the int32 sums of the direct convolution become.
+    """Winograd's counterpart of the direct convolution's int32 sums.
 
     Args:
         x: int8 (n, h, w, c).
         w: int8 (3, 3, c, k).
-        spec: window of the convolution; axis orders are not read.
+        spec: the window of the convolution; axis orders are ignored.
         algorithm: one of ``ALGORITHMS``.
 
     Returns:

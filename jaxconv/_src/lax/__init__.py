@@ -1,1 +1,1 @@
-"""Under the convolutions of `jax.lax`."""
+"""The lowering of `jax.lax`'s convolutions."""

@@ -1,16 +1,16 @@
-"""Zero padding that a program writes by hand becomes the padding of its convolutions.
+"""Turns zero padding that a program writes explicitly into padding of its convolutions.
 
     conv(lax.pad(x, 0, ...))            the convolution pads x itself
     lax.pad(conv(x), ..., negative)     the convolution computes what is left, and no more
 
 Keras's ``ZeroPadding2D`` and Flax's ``padding="CAUSAL"`` write the first. Its gradient is the
-second: a data gradient of the padded array, cropped to x. Operations that keep the order of
-elements along the padded axes may lie between the two (conversions, and the transposes and reshapes
-that ``vmap`` writes), and so may the sum of several data gradients.
+second: the data gradient of the padded array, cropped to x. Operations that keep the order of
+elements along the padded axes may lie between pad and convolution (conversions, and the transposes
+and reshapes of ``vmap``), and so may the sum of several data gradients.
 
-A pad goes only where each reader of the padded array is a convolution that takes it. Otherwise it
-stays for all readers, because the padded array is stored in any case. The rules for one side of a
-spatial axis:
+A pad is removed only if every reader of the padded array is a convolution that can absorb it.
+Otherwise it stays for all readers, because the padded array is stored in any case. The rules for
+one side of a spatial axis:
 
 - A convolution adds the pad's zeros to its own padding. Where it crops (negative padding), it crops
   zeros first, as it does now.
@@ -34,32 +34,32 @@ from jaxconv._src.call import override_state, selection
 from jaxconv._src.lax.inlining import JITTED, inlined
 from jaxconv._src.problem.spec import Op, dilated_extents, known
 
-# Array axis -> elements at its low and its high side.
+# Maps an array axis to the elements at its low and high side.
 _Sides = dict[int, tuple[int, int]]
 
-# Position of an equation -> the one in its place.
+# Maps the position of an equation to its replacement.
 _Placed = dict[int, JaxprEqn]
 
 _PAD, _LAX, _FUSED = "pad", "conv_general_dilated", "jaxconv_fused"
 _SUMS = ("add", "add_any")
 
-# Parameters that are the result's shape; a slice is meant that takes the whole array.
+# Parameters that hold the result's shape (for a slice of the whole array).
 _SHAPED = {"reshape": "new_sizes", "broadcast_in_dim": "shape", "slice": "limit_indices"}
 
-# Operations of one array that keep its elements in order along an axis.
+# Operations on one array that keep the order of elements along an axis.
 _AXIS_BY_AXIS = ("convert_element_type", "copy", "copy_p", "pvary", "pcast")
 _VIEWS = (*_AXIS_BY_AXIS, "transpose", "squeeze", "reshape", "broadcast_in_dim", "slice")
 
-# What jnp.pad and its derivatives consist of.
+# The operations in jnp.pad and its derivatives.
 _OF_PADDING = frozenset((_PAD, *_VIEWS))
 
 
 def before_lowering(jaxpr: Any) -> Any:
-    """A program that is to be lowered, folded where ``install`` or ``override`` is in force.
+    """A program to be lowered, folded if ``install`` or ``override`` is in force.
 
     Args:
-        jaxpr: the program, not closed. Functions that do nothing but pad (``jnp.pad`` is one) count
-            as parts of it.
+        jaxpr: the program, not closed. Functions that only pad (such as ``jnp.pad``) count as parts
+            of it.
     """
     if not any(eqn.primitive.name == _PAD or _only_pads(eqn) for eqn in jaxpr.eqns):
         return jaxpr
@@ -87,16 +87,16 @@ def folded(
     constants: Mapping[Var, Any] | None = None,
     takes: Callable[[JaxprEqn], bool] = lambda eqn: True,
 ) -> list[JaxprEqn]:
-    """The equations of a program without the pads and crops that convolutions do.
+    """The equations of a program without the pads and crops that convolutions absorb.
 
     Args:
-        eqns: the equations; functions that they call stay as they are.
+        eqns: the equations; functions that they call stay unchanged.
         outvars: the program's results.
-        constants: values of variables that are known.
-        takes: whether a convolution is asked at all.
+        constants: known values of variables.
+        takes: whether a convolution may be changed.
     """
     program = _Program(eqns, outvars, constants or {}, takes)
-    # Of two pads, one behind the other, the one beside the convolution goes first.
+    # Of two consecutive pads, the one next to the convolution is removed first.
     for order in reversed(range(len(eqns))), range(len(eqns)):
         for position in order:
             eqn = program.eqns[position]
@@ -106,10 +106,10 @@ def folded(
 
 
 class _Program:
-    """Equations that are replaced one by one.
+    """A program whose equations are replaced one by one.
 
     Attributes:
-        eqns: the equations by position, None where one is gone.
+        eqns: the equations by position, None for a removed one.
     """
 
     def __init__(
@@ -136,7 +136,7 @@ class _Program:
                         self._readers.setdefault(atom, []).append((position, eqn))
 
     def fold(self, position: int, pad: JaxprEqn) -> None:
-        """Takes one pad away where convolutions can do what it does."""
+        """Removes one pad if convolutions can absorb it."""
         (array, value), (out,) = pad.invars, pad.outvars
         config = pad.params["padding_config"]
         shapes = _shape(array), _shape(out)
@@ -168,7 +168,7 @@ class _Program:
         return not np.any(np.asarray(value))
 
     def _padded_by_readers(self, padded: Var, array: Any, sides: _Sides) -> _Placed | None:
-        """The readers of a padded array as readers of the array, or None where one cannot be."""
+        """The readers of a padded array, as readers of the array, or None if that fails for one."""
         if padded in self._returned:
             return None
         placed: _Placed = {}
@@ -192,7 +192,7 @@ class _Program:
         return placed
 
     def _cropped_by_maker(self, whole: Any, cropped: Var, crops: _Sides) -> _Placed | None:
-        """What makes an array as the maker of the cropped one, or None where it cannot be."""
+        """The equations that make an array, changed to make the cropped one, or None."""
         if whole not in self._maker or whole in self._returned or len(self._readers[whole]) > 1:
             return None
         at, eqn = self._maker[whole]
@@ -223,7 +223,7 @@ def _shape(atom: Any) -> tuple[int, ...]:
 
 
 def _without(atom: Any, sides: _Sides) -> Any:
-    """The type of an array without the elements at its sides."""
+    """The type of an array without these elements at its sides."""
     shape = (e - sum(sides.get(axis, ())) for axis, e in enumerate(_shape(atom)))
     return atom.aval.update(shape=tuple(shape))
 
@@ -232,11 +232,11 @@ def _without(atom: Any, sides: _Sides) -> Any:
 
 
 class _View(NamedTuple):
-    """An operation of one array, to be made of an array with less at the sides of some axes.
+    """An operation on one array, applied to an array with fewer elements along some axes.
 
     Attributes:
-        params: its parameters then.
-        sides: the elements that its result (backwards: its operand) has less.
+        params: its new parameters.
+        sides: the elements that its result (backwards: its operand) lacks.
     """
 
     params: dict[str, Any]
@@ -244,12 +244,12 @@ class _View(NamedTuple):
 
 
 def _view(eqn: JaxprEqn, sides: _Sides, backwards: bool = False) -> _View | None:
-    """An equation as a view, or None where it is none along these axes.
+    """An equation as a view, or None if it is none along these axes.
 
     Args:
         eqn: the equation.
-        sides: the elements that the operand has less, or the result, ``backwards``.
-        backwards: follow the axes from the result to the operand.
+        sides: the elements that the operand (``backwards``: the result) lacks.
+        backwards: follows the axes from the result to the operand.
     """
     name = eqn.primitive.name
     if name not in _VIEWS or len(eqn.invars) > 1:
@@ -269,7 +269,7 @@ def _view(eqn: JaxprEqn, sides: _Sides, backwards: bool = False) -> _View | None
 
 
 def _kept_axes(eqn: JaxprEqn) -> dict[int, int]:
-    """The axes of an operand that the result has too, with their places there."""
+    """The axes of an operand that the result also has, with their positions there."""
     name, params = eqn.primitive.name, eqn.params
     before, after = _shape(eqn.invars[0]), _shape(eqn.outvars[0])
     if name in _AXIS_BY_AXIS or (name == "slice" and before == after):
@@ -295,12 +295,12 @@ def _kept_axes(eqn: JaxprEqn) -> dict[int, int]:
 
 
 class _Steps(NamedTuple):
-    """How the padding of a convolution changes with the extent of one of its arrays.
+    """The change of a convolution's padding with the extent of one of its arrays.
 
     Attributes:
         axes: the array's spatial axes.
-        padding: elements of padding, by axis, that one element at a side of the array stands for;
-            negative where the padding is less by so many without it.
+        padding: the elements of padding, by axis, that replace one element at a side of the array;
+            negative if removing the element reduces the padding.
     """
 
     axes: Sequence[int]
@@ -309,13 +309,13 @@ class _Steps(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _Window:
-    """A convolution's padding, and which arrays it pads or crops.
+    """A convolution's padding, and the arrays that it pads or crops.
 
     Attributes:
         padding: the sides of each spatial axis.
-        reach: of the window along each axis, one less than its dilated extent.
-        left, result: how the padding changes with the left operand and with the result, or None.
-        with_padding: the parameters for another padding, and elements that x has less for it.
+        reach: the window's dilated extent along each axis, minus one.
+        left, result: the change of the padding with the left operand and with the result, or None.
+        with_padding: returns the parameters for another padding and the elements that x then lacks.
     """
 
     padding: Sequence[tuple[int, int]]
@@ -349,7 +349,7 @@ class _Window:
 
 
 def _window(eqn: JaxprEqn) -> _Window | None:
-    """A convolution's window, or None of another equation and of extents that are not known."""
+    """A convolution's window; None for other equations and for unknown extents."""
     name = eqn.primitive.name
     if name == _LAX:
         return _of_lax(eqn)
@@ -364,7 +364,7 @@ def _of_lax(eqn: JaxprEqn) -> _Window | None:
     rhs, out = _shape(eqn.invars[1]), _shape(eqn.outvars[0])
     dilation, strides = params["rhs_dilation"], params["window_strides"]
     extents = dilated_extents([rhs[axis] for axis in numbers.rhs_spec[2:]], dilation)
-    if numbers.lhs_spec[0] > numbers.lhs_spec[1]:  # of a weight gradient, the result is the window
+    if numbers.lhs_spec[0] > numbers.lhs_spec[1]:  # in a weight gradient, the result is the window
         extents = dilated_extents([out[axis] for axis in numbers.out_spec[2:]], strides)
     if not all(map(known, (*extents, *(end for pair in padding for end in pair)))):
         return None
@@ -384,7 +384,7 @@ _OWN = {f"jaxconv_{op.value}": op for op in Op}
 def _of_this_library(eqn: JaxprEqn) -> _Window | None:
     params, op = eqn.params, _OWN.get(eqn.primitive.name, Op.FPROP)
     spec = params["spec"]
-    # An algorithm that is named took this problem while it was traced, and may not take another.
+    # A named algorithm accepted this problem at trace time, and may not accept another one.
     if spec.symbolic or spec.algorithm_of(op) not in selection.PREDICTED:
         return None
     first = 1 + spec.batched

@@ -1,4 +1,4 @@
-"""Functions that a program calls, as parts of the program."""
+"""Inlines functions that a program calls."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ JITTED = ("jit", "pjit")
 
 
 def inlined(jaxpr: Any, becomes_part: Callable[[JaxprEqn], bool]) -> tuple[list[JaxprEqn], list]:
-    """The equations and the results of a program with functions in place of their calls.
+    """The equations and the results of a program with calls replaced by their functions.
 
     Args:
         jaxpr: the program, not closed.
-        becomes_part: whether a call's function takes its place. It captures no constants.
+        becomes_part: whether a call is replaced; its function captures no constants.
     """
     eqns: list[JaxprEqn] = []
     substitution: dict[Var, Any] = {}

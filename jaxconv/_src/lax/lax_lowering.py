@@ -1,10 +1,10 @@
-"""The lowering rule that puts our kernels under ``jax.lax``'s convolution.
+"""The lowering rule of ``jax.lax``'s convolution to this library's kernels.
 
-JAX keeps one primitive for all of its convolutions, so a rule for it serves every model, whatever
-its library, and lax's batching and differentiation stay as they are. The rule finds the canonical
-form of what they made of a program: from the parameters (``canonical``), and from the operations
-that produced the operands, which tell a batch of problems made by ``vmap`` from feature groups, and
-a reversed filter from any other.
+JAX has one primitive for all its convolutions, so a rule for it serves models of every library, and
+lax's batching and differentiation stay unchanged. The rule determines the canonical form of their
+result: from the parameters (``canonical``), and from the operations that produced the operands,
+which distinguish a ``vmap`` batch of problems from feature groups, and reversed filters from
+others.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def _merged(value, axis: int) -> list[int]:
 
 
 def _independent(conv: canonical.LaxConvolution, lhs, rhs) -> int:
-    """How many of the groups ``vmap`` made: both operands merged the same axes to form them."""
+    """The number of groups that ``vmap`` made: both operands merged the same axes."""
     groups = conv.feature_group_count * conv.batch_group_count
     if groups == 1:
         return 1
@@ -116,7 +116,7 @@ def _independent(conv: canonical.LaxConvolution, lhs, rhs) -> int:
 
 
 def _unreversed(value, axes: tuple[int, ...]):
-    """What ``value`` is the reverse of on exactly these axes, or None."""
+    """The array of which ``value`` is the reverse along exactly these axes, or None."""
     op = _producer(value)
     if op is None or op.name != "stablehlo.reverse":
         return None
@@ -138,14 +138,14 @@ def outside(shapes: Sequence[Sequence], window_strides: Sequence[int] = ()) -> s
 
 
 class _Choice(NamedTuple):
-    """How a convolution is computed.
+    """The chosen implementation of a convolution.
 
     Attributes:
         form: its canonical form, with the algorithm that computes it.
-        chosen: the selection. It has no instance where XLA's convolution is predicted to be faster;
-            nor where no kernel accepts any form, and the form is then the first.
+        chosen: the selection. It has no instance if XLA's convolution is predicted to be faster, or
+            if no kernel accepts any form; the form is then the first one.
         key: the problem key.
-        declined: why the algorithm that was asked for does not compute it; empty where it does.
+        declined: why the requested algorithm does not compute it; empty if it does.
     """
 
     form: canonical.CanonicalForm
@@ -155,10 +155,10 @@ class _Choice(NamedTuple):
 
 
 def _cropped_wrongly(platform: str, conv: canonical.LaxConvolution, lhs_shape: Sequence[int]):
-    """Whether XLA's convolution reads outside the input: negative padding makes it.
+    """Whether XLA's convolution reads outside the input because of negative padding.
 
-    XLA:CPU (jaxlib 0.9.2 to 0.11.2) gives wrong numbers for negative padding with a stride, and on
-    an axis that is padded on its other side. Where it crops everything, no platform is trusted.
+    XLA:CPU (jaxlib 0.9.2 to 0.11.2) gives wrong results for negative padding with a stride, and on
+    an axis that is padded on its other side. If it crops everything, no platform is trusted.
     """
     if platform == "cpu" and any(side < 0 for pair in conv.padding for side in pair):
         return True
@@ -170,9 +170,9 @@ def _cropped_wrongly(platform: str, conv: canonical.LaxConvolution, lhs_shape: S
 
 
 def _choose(platform: str, forms: Sequence[canonical.CanonicalForm], *dtypes: np.dtype) -> _Choice:
-    """The first form that the demanded algorithm takes; where it takes none, ``auto`` chooses.
+    """The first form that the demanded algorithm accepts; if there is none, ``auto`` chooses.
 
-    The demand is that for the operation of the first form, the most natural one.
+    The demand is that of the first form's operation, because that form is preferred.
     """
     demand, declined = forms[0].spec.algorithm_of(forms[0].op), ()
     if not selection.applies(demand, forms[0].op):
@@ -193,7 +193,7 @@ def _choose(platform: str, forms: Sequence[canonical.CanonicalForm], *dtypes: np
 def _demanding(
     algorithm: str, forms: Sequence[canonical.CanonicalForm]
 ) -> list[canonical.CanonicalForm]:
-    """The forms of which an algorithm speaks, with the demand for it."""
+    """The forms to which an algorithm applies, with the demand for it."""
     return [
         dataclasses.replace(
             form, spec=dataclasses.replace(form.spec, algorithm=(algorithm, algorithm, algorithm))
@@ -209,7 +209,7 @@ def _first_accepted(
     dtype: np.dtype,
     out_dtype: np.dtype,
 ) -> _Choice:
-    """The first form that a kernel accepts, if need be on an input dilated and cropped before."""
+    """The first form that a kernel accepts, if necessary with a dilated and cropped copy of x."""
     refused: _Choice | None = None
     for select in Bilinear.select, Bilinear.select_beforehand:
         for form in forms:
@@ -229,10 +229,10 @@ def lower(platform: str, original, ctx, lhs, rhs, **params):
     is_complex = np.issubdtype(out_aval.dtype, np.complexfloating)
     algorithm = override_state.algorithms_of_lax()
     if is_complex or not (algorithm or record.wanted()):
-        return original(ctx, lhs, rhs, **params)  # of a complex one, lax makes three real ones
+        return original(ctx, lhs, rhs, **params)  # lax makes three real ones
 
     def leave(chosen: Selection, form: canonical.CanonicalForm | None = None, key: str = ""):
-        """Leaves the convolution to lax, and says why."""
+        """Leaves the convolution to lax, and records why."""
         op = form.op.value if form else Op.FPROP.value
         if algorithm:
             reasons = selection.reasons(chosen.refusals)
@@ -262,12 +262,13 @@ def lower(platform: str, original, ctx, lhs, rhs, **params):
         reason = "a lax convolution, and neither jaxconv.install() nor override() is in force"
         return leave(selection.refused(reason), forms[0])
     if partition.devices_of(ctx) is not None:
-        # Of two operands, the one with the smaller window is the filter, which is not split along
-        # it: the form of a weight gradient would gather what a forward pass leaves where it is.
+        # The operand with the smaller window counts as the filter, which is not split along its
+        # window: the form of a weight gradient would gather arrays that a forward pass leaves in
+        # place.
         forms.sort(key=lambda form: math.prod(form.spec.filter_spatial))
     elif not conv.exchanged:
-        # A weight gradient multiplies every element of both operands with zeros of padding too. A
-        # zero times Inf is NaN: an Inf of the image would reach every element of the result.
+        # A weight gradient also multiplies elements of both operands by zeros of the padding. Since
+        # 0 * Inf is NaN, an Inf in the image would reach every element of the result.
         forms = [form for form in forms if form.op is not Op.WGRAD]
     refused: tuple = ()
     while forms:
@@ -286,9 +287,9 @@ def lower(platform: str, original, ctx, lhs, rhs, **params):
                     ctx, lhs, given_filter if take_filter else rhs
                 )
         except compat.ShardingTypeError as error:
-            # lax has rules for explicit meshes that a forward pass lacks. XLA's own partitioning of
-            # what they allow, filters that are split along their window, can give wrong numbers:
-            # another form of the same convolution comes first.
+            # lax's rules for explicit meshes allow filters that are split along their window, which
+            # a forward pass does not. XLA's partitioning of these can give wrong results, so
+            # another form of the same convolution is tried first.
             refused = refused or (selection.refused(str(error)), form, key)
             forms = [f for f in forms if (f.op, f.swapped) != (form.op, form.swapped)]
     return leave(*refused)
@@ -304,9 +305,9 @@ _registered: set[str] = set()
 
 
 def register() -> None:
-    """Puts the rule in place for good; it asks ``algorithms_of_lax`` each time it is used.
+    """Installs the rule permanently; it reads ``algorithms_of_lax`` each time it is used.
 
-    So does what folds padding before it (``fold_padding``).
+    So does the preceding ``fold_padding``.
     """
     with _registering:
         if not _registered:

@@ -1,4 +1,4 @@
-"""Our kernels under every convolution of a program: ``install``, ``uninstall``, ``override``."""
+"""This library's kernels for all lax convolutions: ``install``, ``uninstall``, ``override``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from jaxconv._src.functions.arguments import Algorithm
 from jaxconv._src.lax import lax_lowering
 from jaxconv._src.problem.spec import Op
 
-# The global value, of which JAX tells only what it is in this thread.
+# The global value; JAX only returns the value in this thread.
 _global: tuple[str, str, str] | None = None
 _changing = threading.Lock()
 
@@ -25,7 +25,7 @@ _Function = TypeVar("_Function", bound=Callable)
 
 
 def _set_global(algorithms: tuple[str, str, str] | None) -> tuple[str, str, str] | None:
-    """Sets the algorithms of all threads, and returns those before."""
+    """Sets the algorithms of all threads, and returns the previous ones."""
     global _global
     with _changing:
         previous, _global = _global, algorithms
@@ -34,7 +34,7 @@ def _set_global(algorithms: tuple[str, str, str] | None) -> tuple[str, str, str]
 
 
 class Installation:
-    """What ``install`` returns. As the context of a ``with`` statement it ends with its body."""
+    """The result of ``install``. As the context of a ``with`` statement it ends with the body."""
 
     def __init__(
         self, algorithms: tuple[str, str, str], previous: tuple[str, str, str] | None
@@ -47,10 +47,10 @@ class Installation:
         return f"<jaxconv installed: {_by_direction(self._algorithms)}>"
 
     def __enter__(self) -> None:
-        """Begins the body; the kernels have been installed since the call of ``install``."""
+        """Begins the body; the setting has been in force since the call of ``install``."""
 
     def __exit__(self, *_: object) -> None:
-        """Puts back what was installed before."""
+        """Restores the previous setting."""
         _set_global(self._previous)
 
 
@@ -61,10 +61,10 @@ def _by_direction(algorithms: tuple[str, str, str]) -> dict[str, str]:
 def install(*misplaced: Never, algorithm: Algorithm = "auto") -> Installation:
     """Computes every ``jax.lax`` convolution of this process with this library's kernels.
 
-    Flax, Equinox, Haiku, Keras and plain JAX all end in ``lax.conv_general_dilated``. Its lowering
-    is replaced on CPU and CUDA devices. Gradients and ``vmap`` stay lax's; their convolutions are
-    recognized as forward pass, data gradient or weight gradient. Zeros that a program pads by hand
-    in front of a convolution become its padding. What no kernel takes stays XLA's
+    Flax, Equinox, Haiku, Keras and plain JAX all call ``lax.conv_general_dilated``. Its lowering is
+    replaced on CPU and CUDA devices. Gradients and ``vmap`` stay lax's; their convolutions are
+    recognised as forward pass, data gradient or weight gradient. Explicit zero padding before a
+    convolution becomes the convolution's padding. XLA computes convolutions that no kernel accepts
     (``jaxconv.explain`` says which and why).
 
         jaxconv.install()  # until the process ends, or uninstall()
@@ -72,23 +72,23 @@ def install(*misplaced: Never, algorithm: Algorithm = "auto") -> Installation:
         with jaxconv.install():  # for the body, in all threads
             train()
 
-    The setting is part of JAX's cache keys: functions compiled before are compiled again when next
-    called. May be called any number of times, from any thread; the last call counts. ``override``
-    does the same for one thread.
+    The setting is part of JAX's cache keys, so functions compiled before are compiled again at
+    their next call. It may be called any number of times, from any thread; the last call counts.
+    ``override`` does the same for one thread.
 
     Args:
-        algorithm: as in ``jaxconv.conv``. "auto" leaves a convolution to XLA also where XLA's own
-            is predicted to be faster than every kernel; "native" only where no kernel accepts it
-            (the environment variable JAXCONV_ALGORITHM=native makes it the meaning of "auto"). A
-            convolution that another algorithm, such as "winograd", does not take is computed as
-            with "auto"; ``jaxconv.explain`` shows why.
+        algorithm: as in ``jaxconv.conv``. With "auto", XLA computes a convolution if no kernel
+            accepts it or XLA is predicted to be faster than every kernel; with "native", only if no
+            kernel accepts it (the environment variable JAXCONV_ALGORITHM=native gives "auto" this
+            meaning). If another algorithm, such as "winograd", does not accept a convolution,
+            "auto" computes it; ``jaxconv.explain`` shows why.
 
     Returns:
-        A context manager that puts back, at the end of its body, what was installed before. Without
-        a ``with`` statement it has no effect.
+        A context manager that restores the previous setting at the end of its body. Without a
+        ``with`` statement it has no effect.
 
     Raises:
-        TypeError, ValueError: there is no such algorithm.
+        TypeError, ValueError: the algorithm does not exist.
     """
     if misplaced:
         raise TypeError(f"install: expected no argument without a name{_hint(misplaced[0])}")
@@ -98,7 +98,7 @@ def install(*misplaced: Never, algorithm: Algorithm = "auto") -> Installation:
 
 
 def _hint(given: Any) -> str:
-    """What to write instead of ``install(given)``."""
+    """The suggestion for a misplaced argument of ``install``."""
     if isinstance(given, bool | np.bool_):
         return "; jaxconv.uninstall() undoes it" if not given else ", install() does it"
     if callable(given):
@@ -112,12 +112,11 @@ def uninstall() -> None:
 
 
 def installed() -> dict[str, str] | None:
-    """Whether ``jax.lax``'s convolutions go to this library's kernels, here and now.
+    """Whether ``jax.lax``'s convolutions use this library's kernels in this thread, now.
 
     Returns:
         The algorithm of each direction, such as ``{"fprop": "auto", "dgrad": "auto", "wgrad":
-        "auto"}``, under ``install`` and under this thread's ``override``; None where they are lax's
-        own.
+        "auto"}``, under ``install`` and this thread's ``override``; None if they are lax's own.
     """
     algorithms = override_state.algorithms_of_lax()
     return None if algorithms is None else _by_direction(algorithms)
@@ -139,7 +138,7 @@ def override(
     algorithm: Algorithm | None = None,
     fuse: bool | None = None,
 ) -> Any:
-    """Like ``install``, for the calling thread and the body of a ``with`` statement, or a function.
+    """Like ``install``, for the calling thread and a ``with`` body or a function.
 
         with jaxconv.override():
             y = model(x)
@@ -147,11 +146,11 @@ def override(
         @jaxconv.override(algorithm="native")
         def step(params, batch): ...
 
-    Inside a function that JAX traces, the convolutions that are traced meanwhile go to our kernels,
-    and so do their gradients. Elsewhere what counts is where a function is called (or lowered), not
-    where it was defined or wrapped in ``jit``. Nests, and the innermost counts: ``override(False)``
-    leaves convolutions to XLA inside an installed program, and what a traced function says counts
-    more than what its caller says.
+    Inside a function that JAX traces, it applies to the convolutions traced meanwhile and to their
+    gradients. Elsewhere it applies to functions that are called (or lowered) meanwhile, no matter
+    where they were defined or wrapped in ``jit``. It nests, and the innermost counts:
+    ``override(False)`` leaves convolutions to XLA inside an installed program, and a traced
+    function's override takes precedence over its caller's.
 
     Args:
         enabled: whether lax convolutions go to our kernels meanwhile; True unless ``fuse`` is the
@@ -163,8 +162,8 @@ def override(
             leaves them out.
 
     Raises:
-        TypeError, ValueError: there is no such algorithm, or ``enabled`` or ``fuse`` is none of
-            these.
+        TypeError, ValueError: the algorithm does not exist, or ``enabled`` or ``fuse`` has another
+            value.
     """
     if fuse is not None and not isinstance(fuse, bool | np.bool_):
         raise TypeError(f"fuse: expected True or False, got {arguments.described(fuse)}")
@@ -180,9 +179,9 @@ def override(
 
 
 class Override(contextlib.AbstractContextManager):
-    """What ``override`` returns: a context manager, and a decorator of functions.
+    """The result of ``override``: a context manager and a decorator of functions.
 
-    May be entered again, also within itself, by any thread.
+    It may be entered again, also within itself, by any thread.
     """
 
     def __init__(self, enabled: bool | None, algorithm: Algorithm, fuse: bool | None):
@@ -195,7 +194,7 @@ class Override(contextlib.AbstractContextManager):
 
     def __enter__(self) -> None:
         with contextlib.ExitStack() as stack:
-            # A program is lowered later, when this one has exited: what is traced is marked.
+            # A program is lowered after this context has ended, so traced operations are marked.
             tracing = compat.is_tracing()
             if self._enabled is not None:
                 stack.enter_context(override_state.override_in_force(self._algorithms))
@@ -211,7 +210,7 @@ class Override(contextlib.AbstractContextManager):
         self._entered.stacks.pop().__exit__(*error)
 
     def __call__(self, function: _Function) -> _Function:
-        """Decorates a function: its calls, and where it is jitted its ``lower``, are overridden."""
+        """Decorates a function: overrides its calls and, if it is jitted, its ``lower``."""
 
         def within(function: Callable) -> Callable:
             @functools.wraps(function)

@@ -1,8 +1,8 @@
 """Custom calls, by the names of their arrays.
 
 ``cc/ffi/arrays.h`` declares the operands and results of every call, in order. The kernel library
-lists their names, and a call is emitted by these: what a call leaves out, or what is given under a
-name that the call does not have, cannot take another one's place.
+lists their names, and calls are emitted by name: an omitted array cannot shift the others, and an
+unknown name is an error.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from jax.interpreters import mlir
 from jaxconv._src.library import native
 from jaxconv._src.problem.spec import ConvSpec, Op
 
-# What an operand or a result that a call leaves out is: an array without elements.
+# The type of an omitted operand or result: an array without elements.
 _ABSENT = ShapedArray((0,), np.float32)
 
-# The extent in bytes of the memory that a plan needs, as the call's result "workspace".
+# The call's result that holds the memory of a plan, an array of bytes.
 WORKSPACE = "workspace"
 
 
@@ -31,25 +31,25 @@ def call_target(op: Op) -> str:
 
 
 def plan_attributes(chosen: native.Selection, key: str) -> dict[str, Any]:
-    """What a convolution's call says of its plan."""
+    """The attributes of a convolution's call that identify its plan."""
     return dict(instance=chosen.instance, problem=key, slices=np.int64(chosen.slices))
 
 
 def axes_attributes(op: Op, spec: ConvSpec) -> dict[str, np.ndarray]:
-    """Where the canonical axes of a call's operands and result are."""
+    """The positions of the canonical axes in a call's operands and result."""
     names = ("lhs_axes", "rhs_axes", "out_axes")
     axes = [np.asarray(spec.axes(role), np.int64) for role in op.roles]
     return dict(zip(names, axes, strict=True))
 
 
 def layout(spec: ConvSpec, role: str, krsc: bool = False) -> tuple[int, ...]:
-    """Minor-to-major: stores an array in its canonical axis order, a krsc filter as it lies."""
+    """The minor-to-major layout that stores an array in canonical order, or a filter as krsc."""
     axes = spec.axes(role)
     return tuple(reversed(range(len(axes)) if krsc and role == "w" else axes))
 
 
 def workspace(chosen: native.Selection) -> dict[str, ShapedArray]:
-    """The result by which XLA gives a call its memory."""
+    """The result that provides a call's workspace."""
     return {WORKSPACE: ShapedArray((chosen.workspace_bytes,), np.uint8)}
 
 
@@ -70,8 +70,8 @@ def lowered(
         target: the call's name.
         operands: value and type by name.
         results: type by name.
-        layouts: minor-to-major by name; row-major where there is none.
-        attributes: what the handler reads besides.
+        layouts: minor-to-major by name; row-major by default.
+        attributes: the handler's other attributes.
 
     Returns:
         The results' values by name.
@@ -105,7 +105,7 @@ def called(
     results: Mapping[str, Any],
     **attributes: Any,
 ) -> dict[str, jax.Array]:
-    """The same in a function that is traced, of row-major arrays."""
+    """The same in a traced function, for row-major arrays."""
     named = _names(platform, target)
     absent = np.zeros(_ABSENT.shape, _ABSENT.dtype)
     types = [

@@ -1,8 +1,8 @@
 """Loads the compiled kernels and registers their FFI handlers, one library per platform.
 
-The libraries live in the package ``_jaxconv`` that the build installs. A library that is missing,
-cannot be loaded or was built against a newer FFI than the running jaxlib is left alone, with the
-reason kept: registering such a handler would break every JAX program of the process.
+The libraries are in the package ``_jaxconv`` that the build installs. A library that is missing,
+cannot be loaded or was built against a newer FFI than the running jaxlib is not registered, and the
+reason is kept: registering it would break every JAX program of the process.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from typing import NamedTuple
 
 import jax
 
-# Those that kernels are built for.
+# The platforms with kernels.
 PLATFORMS = ("cpu", "cuda")
 
 
 class Refusal(NamedTuple):
-    """Why one kernel, or a whole platform, does not take a problem."""
+    """Why one kernel, or a whole platform, does not accept a problem."""
 
     kernel: str
     reason: str
@@ -36,15 +36,15 @@ class Selection(NamedTuple):
     """The plan of one custom call, or why XLA computes the convolution.
 
     Attributes:
-        instance: the kernel instance, or None where XLA's convolution is left in place.
-        workspace_bytes: memory that it needs beside its operands and result.
+        instance: the kernel instance, or None if XLA computes the convolution.
+        workspace_bytes: memory that it needs in addition to its operands and result.
         slices: split-K slices.
-        refusals: with no instance, each refusing kernel and its reason; the one entry "xla" where
+        refusals: without an instance, each refusing kernel and its reason; a single entry "xla" if
             XLA's convolution is predicted to be faster.
-        microseconds: predicted time of the fastest kernel, 0 where unknown.
-        xla_microseconds: predicted time of XLA's convolution, 0 where unknown.
+        microseconds: predicted time of the fastest kernel, 0 if unknown.
+        xla_microseconds: predicted time of XLA's convolution, 0 if unknown.
         krsc: the instance reads the filter as (k, spatial, c), not as (spatial, c, k).
-        packed: the instance reads a packed int8 filter, and is called as ``conv_int8_p`` is.
+        packed: the instance reads a packed int8 filter and is called like ``conv_int8_p``.
         in_jax: the instance is no kernel but an algorithm written in JAX.
     """
 
@@ -60,23 +60,23 @@ class Selection(NamedTuple):
 
     @property
     def xla_is_faster(self) -> bool:
-        """True where a kernel accepts the problem, and XLA is predicted to be faster."""
+        """Whether a kernel accepts the problem, but XLA is predicted to be faster."""
         return self.instance is None and self.microseconds > 0 and self.xla_microseconds > 0
 
     @property
     def expected_microseconds(self) -> float:
-        """Predicted time of what computes the problem, 0 where unknown."""
+        """Predicted time of the chosen implementation, 0 if unknown."""
         return self.xla_microseconds if self.xla_is_faster else self.microseconds
 
 
 class PassPlan(NamedTuple):
-    """The plan of a call that convolves nothing, or why no kernel takes it.
+    """The plan of a pass, or why no kernel accepts it.
 
     Attributes:
-        kernel: its name, or None.
-        reason: with no kernel, why.
-        parts: of the rows of a segment, where the program adds up a sum of parts.
-        block_rows: the rows that a part takes at a time.
+        kernel: the kernel's name, or None.
+        reason: why there is no kernel.
+        parts: the parts of a segment's rows, if the program adds up partial sums.
+        block_rows: the rows that a part processes at a time.
         microseconds: predicted time.
     """
 
@@ -97,10 +97,10 @@ def runtime_ffi_version() -> tuple[int, int]:
 
 
 def _load_openmp() -> None:
-    """Makes libgomp, which oneDNN and our library name, known to the loader.
+    """Loads libgomp, on which oneDNN and this library depend.
 
-    The machine's own comes first, as other packages may have opened it: two copies in a process
-    would be two thread pools. A wheel brings a copy for machines without one.
+    The system's copy comes first, because other packages may have loaded it: two copies in a
+    process would be two thread pools. A wheel contains a copy for systems without one.
     """
     copy = importlib.resources.files("_jaxconv").joinpath("libgomp.so.1")
     try:
@@ -111,7 +111,7 @@ def _load_openmp() -> None:
 
 
 def _load_onednn() -> None:
-    """Makes oneDNN's shared object, a pip package outside any loader path, known to the loader."""
+    """Loads oneDNN's shared object, a pip package outside the loader's path."""
     for file in importlib.metadata.files("onednn-cpu-gomp") or ():
         if file.name.startswith("libdnnl.so."):
             ctypes.CDLL(str(file.locate()), mode=ctypes.RTLD_GLOBAL)
@@ -151,7 +151,7 @@ class Platform:
             target: "" for the devices of this process, or an architecture such as "sm_90a".
 
         Raises:
-            ValueError: the problem cannot be read, or the algorithm is not known.
+            ValueError: the problem cannot be parsed, or the algorithm is unknown.
         """
         instance, workspace_bytes, slices, microseconds, xla_microseconds, refusals = (
             self.module.select(key, algorithm, target)
@@ -170,17 +170,17 @@ class Platform:
         """Plans a pass by its key (cc/cuda/common/pass.h).
 
         Args:
-            key: what is asked for.
+            key: the key of the pass.
             target: as in ``select``.
 
         Raises:
-            ValueError: the key cannot be read.
+            ValueError: the key cannot be parsed.
         """
         kernel, reason, parts, block_rows, microseconds = self.module.plan_pass(key, target)
         return PassPlan(kernel or None, reason, parts, block_rows, microseconds)
 
     def pass_kernels(self) -> list[list[str]]:
-        """Of every kernel of a pass its name, family and pass; none on a CPU."""
+        """The name, family and pass of every kernel of a pass; none on a CPU."""
         return self.module.pass_kernels() if hasattr(self.module, "pass_kernels") else []
 
     def kernels(self) -> list[str]:
@@ -208,7 +208,7 @@ def load(name: str) -> Platform | Refusal:
 
 
 def automatic() -> str:
-    """What "auto" means in this process: $JAXCONV_ALGORITHM, "auto" or "native".
+    """The meaning of "auto" in this process: $JAXCONV_ALGORITHM, "auto" or "native".
 
     Raises:
         ValueError: the variable has another value.
@@ -237,16 +237,16 @@ def fusing() -> bool:
 
 
 def settings() -> tuple[str, str]:
-    """What the environment says of selection: ``automatic`` and ``target``."""
+    """The environment's settings for selection: ``automatic`` and ``target``."""
     return automatic(), target()
 
 
 @functools.cache
 def code_digest() -> str:
-    """Identifies this version of the package and of the kernels, by the content of every file.
+    """Identifies this version of the package and of the kernels by the content of every file.
 
-    A version number would not tell a checkout from another one, nor a build with CUDA kernels from
-    one without. Reading and hashing takes 10 ms, and 60 ms more for the library of CUDA kernels.
+    A version number would not distinguish two checkouts, nor builds with and without CUDA kernels.
+    Reading and hashing takes 10 ms, plus 60 ms for the CUDA library.
     """
     digest = hashlib.sha256()
     for package in ("jaxconv", "_jaxconv"):
@@ -262,10 +262,10 @@ def code_digest() -> str:
 
 
 def described(name: str) -> str:
-    """What selection on a platform depends on besides the problem, the code and ``settings``.
+    """The inputs of a platform's selection other than the problem, the code and ``settings``.
 
-    That is how the kernels were built and what they run with (oneDNN and its instructions), or why
-    there are none; and the CPU cores or the GPUs of this process.
+    These are the kernels' build options and runtime (oneDNN and its instruction set), or the reason
+    why there are none; and the CPU cores or the GPUs of this process.
     """
     kernels = load(name)
     if isinstance(kernels, Refusal):
@@ -278,5 +278,5 @@ def _devices(name: str) -> str:
         return f"{len(os.sched_getaffinity(0))} cores"
     try:
         return ", ".join(sorted({d.device_kind for d in jax.local_devices(backend=name)}))
-    except RuntimeError:  # lowered for a device that is not here
+    except RuntimeError:  # lowered for an absent device
         return "no device"

@@ -1,4 +1,4 @@
-"""Kernel instances that former versions had: their names are in programs that these exported."""
+"""Kernel instances of former versions, whose names occur in exported programs."""
 
 from __future__ import annotations
 
@@ -6,23 +6,23 @@ from typing import NamedTuple
 
 
 class Retired(NamedTuple):
-    """What became of an instance.
+    """The replacement of a removed instance.
 
     Attributes:
         since: the first version without it.
-        instead: what serves its problems.
+        instead: the instances for its problems.
     """
 
     since: str
     instead: str
 
 
-# By name. Whoever deletes an instance of a version that was published enters it here.
+# By name. An instance of a published version must be added here when it is deleted.
 RETIRED: dict[str, Retired] = {}
 
 
 def advice(instance: str) -> str:
-    """What to do about a program that names an instance that this version lacks."""
+    """Advice for a program with an instance name that this version lacks."""
     what = "The program was exported by another version of jaxconv"
     if instance in RETIRED:
         since, instead = RETIRED[instance]

@@ -1,1 +1,1 @@
-"""The primitives of what stands around convolutions: normalisation and pooling."""
+"""The primitives around convolutions: normalisation and pooling."""

@@ -1,4 +1,4 @@
-"""Derivatives of activations by their operand, as kernels compute them, in float32."""
+"""Derivatives of activations by their operand, in float32, computed as in the kernels."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def _from_operand(name: str) -> Callable[[jax.Array, float], jax.Array]:
     return lambda u, slope: differential(name, slope, u, jnp.ones_like(u))
 
 
-# By the names of the custom call's attribute (cc/cuda/normalisation/derivative.h). At corners they
-# are those of jax.nn, and from maximum on the mean of both sides, as of jnp.maximum and jnp.clip.
+# By the names in the custom call's attribute (cc/cuda/normalisation/derivative.h). At corners they
+# are those of jax.nn; from maximum on, the mean of both sides, as in jnp.maximum and jnp.clip.
 DERIVATIVES: dict[str, Callable[[jax.Array, float], jax.Array]] = {
     "leaky_relu": _from_operand("leaky_relu"),
     "elu": lambda u, slope: jnp.where(u > 0, 1, slope * jnp.exp(jnp.minimum(u, 0))),

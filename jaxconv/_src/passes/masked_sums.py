@@ -1,18 +1,18 @@
-"""The primitive masked_sums: the sums of a normalisation's backward pass, and the masked gradient.
+"""The primitive masked_sums: sums of a normalisation's backward pass, and masked gradients.
 
-With one or two gradients and up to two arrays y_i, all of one type and shape, channels last, and
+For one or two gradients and up to two arrays y_i, all of one type and shape, channels last, and
 float32 vectors,
 
     g       = the gradient, or the sum of two, rounded
     dz      = g where above < a < below, else 0; or g * activation'(u), rounded; or g
     sums[0] = sum of dz,    sums[1 + i] = sum of dz * (y_i - mean_i)
 
-The mask's a is an activation's result, or u = (y_0 - mean_0) * scale + offset, rounded as the
-arrays' type, or bits tell the mask. The sums are over all positions, or over those of each segment
+The mask's a is an activation's result, or u = (y_0 - mean_0) * scale + offset rounded to the
+arrays' type; or bits give the mask. The sums are over all positions, or over those of each segment
 of the leading axis.
 
-On NVIDIA GPUs one kernel reads every array once, on each device those that it has. Elsewhere and
-under vmap it is the same in operations of JAX.
+On NVIDIA GPUs one kernel reads every array once, on each device its part. Elsewhere and under vmap,
+JAX operations compute the same.
 """
 
 from __future__ import annotations
@@ -49,29 +49,29 @@ masked_sums_p.multiple_results = True
 # Channels of a thread, whose bits are a byte (cc/cuda/normalisation/plan.h).
 _VECTOR = 8
 
-# What tells the mask.
+# The source of the mask.
 MaskedBy = Literal["result", "affine", "bits", "none"]
 
 
 @dataclasses.dataclass(frozen=True)
 class Sums:
-    """What a call computes, and of what.
+    """The parameters of a call.
 
-    Its operands are the gradients, the arrays, their means, and what tells the mask. Vectors are
-    float32, (C,), or (segments, C) where there are several segments.
+    Its operands are the gradients, the arrays, their means, and the source of the mask. Vectors are
+    float32, (C,), or (segments, C) with several segments.
 
     Attributes:
         gradients: 1 or 2.
-        arrays: how many are multiplied by dz, 0 to 2.
-        masked_by: "result": the activation's result, an operand. "affine": u, by the operands scale
-            and offset. "bits": those of ``normalise_add``, uint8 (..., C / 8), an operand. "none":
-            dz is the gradient.
-        stores: whether dz is a result, in front of the sums.
-        above, below: between what a is where dz is not 0; None: no bound.
-        activation: with "affine", the activation whose derivative the gradient is multiplied by, of
+        arrays: the number of arrays that are multiplied by dz, 0 to 2.
+        masked_by: "result": the activation's result, an operand. "affine": u, from the operands
+            scale and offset. "bits": the bits of ``normalise_add``, uint8 (..., C / 8), an operand.
+            "none": dz is the gradient.
+        stores: whether dz is a result, before the sums.
+        above, below: the bounds of a between which dz is not 0; None: no bound.
+        activation: with "affine", the activation whose derivative multiplies the gradient, from
             ``DERIVATIVES``, "relu" or "relu6"; None: a mask by above and below.
-        slope: of leaky_relu and elu.
-        segments: of the leading axis, evenly.
+        slope: the slope of leaky_relu and elu.
+        segments: equal segments of the leading axis.
     """
 
     gradients: int
@@ -85,7 +85,7 @@ class Sums:
     segments: int = 1
 
     def split(self, operands: Iterable[Any]) -> tuple[list[Any], list[Any], list[Any], list[Any]]:
-        """The operands as gradients, arrays, means, and what tells the mask."""
+        """The operands as gradients, arrays, means, and the source of the mask."""
         given = list(operands)
         arrays, means = self.gradients, self.gradients + self.arrays
         rest = means + self.arrays
@@ -93,19 +93,19 @@ class Sums:
 
     @property
     def bounds(self) -> tuple[float | None, float | None]:
-        """Those of the mask, where it is one."""
+        """The bounds of the mask, if there is one."""
         if self.activation in ("relu", "relu6"):
             return 0.0, 6.0 if self.activation == "relu6" else None
         return self.above, self.below
 
     @property
     def derivative(self) -> str | None:
-        """The activation whose derivative takes the place of a mask."""
+        """The activation whose derivative replaces a mask."""
         return None if self.activation in ("relu", "relu6") else self.activation
 
 
 def key(form: Sums, shape: tuple[int, ...], dtype: np.dtype) -> str | None:
-    """What the kernels are asked by, or None where no call says it."""
+    """The key of the pass, or None if no call expresses it."""
     if form.activation is not None and form.masked_by != "affine":
         return None
     words = [f"g{form.gradients}", f"y{form.arrays}"]
@@ -116,7 +116,7 @@ def key(form: Sums, shape: tuple[int, ...], dtype: np.dtype) -> str | None:
 
 
 def accepts(form: Sums, shape: tuple[int, ...], dtype: np.dtype) -> bool:
-    """Whether a kernel computes this form of arrays of this type."""
+    """Whether a kernel computes this form for arrays of this type."""
     least = 0 if form.masked_by == "none" else 1
     most = 1 if form.derivative else 2
     takes_form = (
@@ -130,7 +130,7 @@ def accepts(form: Sums, shape: tuple[int, ...], dtype: np.dtype) -> bool:
 def key_of_rows(
     name: str, shape: tuple[int, ...], dtype: np.dtype, segments: int, words: Iterable[str] = ()
 ) -> str | None:
-    """The key of a pass over rows of channels, or None where its call does not take the array."""
+    """The key of a pass over rows of channels, or None if its call does not accept the array."""
     short = DTYPE_NAMES.get(dtype.name) if jnp.issubdtype(dtype, jnp.floating) else None
     extents = all(isinstance(n, int) and n > 0 for n in shape) and 2 <= len(shape) <= 7
     if short is None or not extents or segments < 1 or shape[0] % segments:
@@ -141,9 +141,9 @@ def key_of_rows(
 
 
 def accepts_rows(key: str | None, shape: tuple[int, ...], otherwise: bool = True) -> bool:
-    """Whether a kernel takes a pass: by its plan, or where there is no library, by what it says.
+    """Whether a kernel accepts a pass: by its plan or, without a library, by the known limits.
 
-    ``otherwise`` is the form's part of that.
+    ``otherwise``: the answer of the form without a library.
     """
     plan = None if key is None else rules.planned(key)
     if plan is not None:
@@ -152,15 +152,15 @@ def accepts_rows(key: str | None, shape: tuple[int, ...], otherwise: bool = True
 
 
 def masked_sums(*operands: jax.Array, form: Sums) -> list[jax.Array]:
-    """dz of the gradient's type, where ``form`` stores it, and the sums.
+    """dz in the gradient's type, if ``form`` stores it, and the sums.
 
-    They are (1 + arrays, C), or (segments, 1 + arrays, C) where there are several segments.
+    The sums are (1 + arrays, C), or (segments, 1 + arrays, C) with several segments.
     """
     return masked_sums_p.bind(*compat.match_varying(*operands), form=form)
 
 
 def in_jax(*operands: jax.Array, form: Sums) -> list[jax.Array]:
-    """The same in operations of JAX."""
+    """The same in JAX operations."""
     gradients, arrays, means, of_mask = form.split(operands)
     gradient = functools.reduce(jnp.add, gradients)
     centred = [
@@ -184,7 +184,7 @@ def _masked(
         kept = jnp.unpackbits(of_mask[0], axis=-1, count=channels, bitorder="little")
         return lax.select(kept.astype(bool), gradient, nothing)
     if form.masked_by == "result":
-        # XLA would compute it again from its operand, or store the mask of its own.
+        # XLA would otherwise recompute it from its operand, or store the mask separately.
         a = lax.optimization_barrier(of_mask[0])
     else:
         scale, offset = (along_segments(v, gradient.shape, form.segments) for v in of_mask)
@@ -200,7 +200,7 @@ def _masked(
 
 
 def along_segments(vector: jax.Array, shape: tuple[int, ...], segments: int) -> jax.Array:
-    """A vector (C,) or (segments, C), to be broadcast to an array's shape."""
+    """A vector (C,) or (segments, C), reshaped to broadcast to an array's shape."""
     if vector.ndim == 1:
         return lax.expand_dims(vector, range(len(shape) - 1))
     if segments < shape[0]:
@@ -236,13 +236,13 @@ def _jvp(primals, tangents, *, form: Sums):
 
 
 def of_segments(segments: int) -> tuple[int, ...]:
-    """The leading extents of what is formed for each segment."""
+    """The leading extents of results per segment."""
     return (segments,) if segments > 1 else ()
 
 
 @dataclasses.dataclass(frozen=True)
 class _MaskedSums(SplitPass):
-    """How devices share the arrays."""
+    """The partition of the arrays over devices."""
 
     form: Sums
 
@@ -284,7 +284,7 @@ class _MaskedSums(SplitPass):
 
 
 def _lower(platform: str, ctx, *operands, form: Sums):
-    """Lowers to one custom call and the sum of its parts, or to operations of JAX."""
+    """Lowers to one custom call and the sum of its parts, or to JAX operations."""
     gradient, sums = ctx.avals_in[0], ctx.avals_out[-1]
 
     def by_kernel(plan: native.PassPlan) -> list[Any]:
@@ -296,7 +296,7 @@ def _lower(platform: str, ctx, *operands, form: Sums):
         leading = of_segments(form.segments)
         by_part = ShapedArray((*leading, plan.parts, *sums.shape[len(leading) :]), sums.dtype)
         above, below = form.bounds
-        # Programs of earlier versions have the first two alone.
+        # Programs of earlier versions have only the first two.
         attributes: dict[str, Any] = dict(
             above=np.float32(-np.inf if above is None else above),
             below=np.float32(np.nan if below is None else below),

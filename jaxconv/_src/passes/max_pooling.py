@@ -1,4 +1,4 @@
-"""The primitives max_pool and max_pool_gradient: maxima of windows, their places, the gradient.
+"""The primitives max_pool and max_pool_gradient: maxima of windows, positions, the gradient.
 
     z         = x, or relu((x - mean) * scale + offset), computed in float32 and rounded before relu
     maxima    = max of z over each window, -inf in the padding
@@ -7,14 +7,15 @@
     gradient  = dz, which is dy where a window's place is the element, summed over the windows that
                 contain it; or dz * scale + y * y_scale + offset, for batch norm's operand y
 
-Of equal elements the first in row-major order is taken, and of a window with NaN what the program
-takes there: an element is left for a later one unless it is greater or equal. Behind relu the place
-is NO_PLACE, and the operand 0, where the maximum is not above 0: relu has no gradient there.
+In row-major order, a later element replaces the taken one unless the taken one is greater or equal:
+the first of equal elements is taken, and a window with NaN agrees with the program. After relu, a
+maximum that is not above 0 has the place NO_PLACE and the operand 0, because relu has no gradient
+there.
 
-An element of the gradient is summed in float32, in the same order in every run, and rounded once.
+An element of the gradient is a float32 sum, in the same order in every run, rounded once.
 
-On NVIDIA GPUs a kernel computes either in one pass, on each device of the examples and the channels
-that it has; of positions it has all. Elsewhere and under vmap it is the same in operations of JAX:
+On NVIDIA GPUs a kernel computes either in one pass, on each device for its examples and channels
+and all positions. Elsewhere and under vmap, JAX operations compute the same:
 
     forwards    maximum and place of a window, from the operand's slices, one for each position in
                 the window
@@ -56,14 +57,14 @@ max_pool_gradient_p = Primitive(GRADIENT_TARGET)
 max_pool_tangent_p = Primitive(TARGET + "_tangent")
 max_pool_tangent_p.multiple_results = True
 
-# Places are numbers below it.
+# Places are below this number.
 PLACES = 256
 
-# In place of a place: none. Kernels number the elements of a window below it.
+# The value for "no place". Kernels number the elements of a window below it.
 NO_PLACE = 255
 
-# The most elements of a window, 7x7: in operations of JAX each is some, which take XLA's compiler
-# 4 s at 49 and at several hundred become several kernels that pass whole arrays on.
+# The most elements of a window, 7x7. In JAX operations each element takes several operations: at 49
+# XLA compiles for 4 s, at several hundred it makes several kernels that pass whole arrays on.
 LARGEST = 49
 
 # Channels of a kernel's thread, and the bounds on vectors of them and on padded extents
@@ -73,19 +74,19 @@ _VECTOR, _MOST_VECTORS, _MOST_ELEMENTS = 8, 2**31, 2**30
 
 @dataclasses.dataclass(frozen=True)
 class Pooling:
-    """What a call of ``max_pool`` computes.
+    """The parameters of ``max_pool``.
 
-    Its operands are x and, where it is ``affine``, mean, scale and offset, float32 (C,). Its
-    results are the maxima, and the others where they are asked for.
+    Its operands are x and, if ``affine``, mean, scale and offset, float32 (C,). Its results are the
+    maxima, and the places and operands on request.
 
     Attributes:
         windows: on x.
-        affine: whether z is batch norm and relu of x; otherwise it is x.
+        affine: whether z is batch norm and relu of x; otherwise z is x.
         places: whether the places are a result.
-        operands: whether the operands at the places are; with places only.
-        copies: how many results are the maxima, one for each reader.
-        stored: whether the maxima's gradients are in memory in any case.
-        called: whether x is, so that a kernel may read it.
+        operands: whether the operands at the places are a result; requires places.
+        copies: the number of results that are the maxima, one for each reader.
+        stored: whether the maxima's gradients are stored in any case.
+        called: whether x is stored in any case, so that a kernel may read it.
     """
 
     windows: Windows
@@ -100,7 +101,7 @@ class Pooling:
 def key(
     name: str, windows: Windows, dtype: np.dtype, words: Iterable[str] = ("places",)
 ) -> str | None:
-    """What the kernels are asked by, or None where no call says it."""
+    """The key of the pass, or None if no call expresses it."""
     shape, spatial = windows.shape, slice(1, -1)
     short = DTYPE_NAMES.get(dtype.name) if jnp.issubdtype(dtype, jnp.floating) else None
     extents = all(isinstance(n, int) and n > 0 for n in shape) and 3 <= len(shape) <= 5
@@ -119,7 +120,7 @@ def key(
 
 
 def accepts(windows: Windows, dtype: np.dtype) -> bool:
-    """Whether the kernels pool arrays of this type, channels last, by these windows."""
+    """Whether kernels exist for arrays of this type, channels last, and these windows."""
     asked = key("max_pool", windows, dtype)
     plan = None if asked is None else rules.planned(asked)
     if asked is None or plan is not None:
@@ -140,7 +141,7 @@ def accepts(windows: Windows, dtype: np.dtype) -> bool:
 
 
 def max_pool(*operands: jax.Array, form: Pooling) -> list[jax.Array]:
-    """Maxima, and of x's type, uint8 and x's type: what ``form`` asks for."""
+    """The maxima (x's type), and on request places (uint8) and operands (x's type)."""
     return max_pool_p.bind(*compat.match_varying(*operands), form=form)
 
 
@@ -150,12 +151,13 @@ def max_pool_gradient(
     *normalised: jax.Array,
     windows: Windows,
 ) -> jax.Array:
-    """The gradient of x, of the gradients' type.
+    """The gradient of x, in the gradients' type.
 
     Args:
-        gradients: one of the maxima, or two, whose sum is rounded.
-        place: of the windows.
-        normalised: nothing, or y of x's type and shape and scale, y_scale and offset, float32 (C,).
+        gradients: one gradient of the maxima, or two, whose sum is rounded.
+        place: the windows' places.
+        normalised: empty, or y with x's type and shape, and scale, y_scale and offset, float32
+            (C,).
         windows: on x.
     """
     given = compat.match_varying(*gradients, place, *normalised)
@@ -166,7 +168,7 @@ def max_pool_gradient(
 
 
 def in_jax(*operands: jax.Array, form: Pooling) -> list[jax.Array]:
-    """``max_pool`` in operations of JAX."""
+    """``max_pool`` in JAX operations."""
     x, z = operands[0], _activated(*operands)
     if not form.places:
         return [_maxima(z, form.windows)] * form.copies
@@ -191,7 +193,7 @@ def _maxima(z: jax.Array, windows: Windows) -> jax.Array:
 
 
 def _search(z: jax.Array, x: jax.Array, windows: Windows) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The maxima of z's windows, the places of the elements that are taken, and x there."""
+    """The maxima of z's windows, the places of the taken elements, and x there."""
     largest: Any = None
     taken: Any = None
     place: Any = None
@@ -204,7 +206,7 @@ def _search(z: jax.Array, x: jax.Array, windows: Windows) -> tuple[jax.Array, ja
             operand = other
             place = jnp.full_like(element, number, np.uint8)
             continue
-        keeps = taken >= element  # no NaN does
+        keeps = taken >= element  # false for NaN
         taken = lax.select(keeps, taken, element)
         operand = taken if same else lax.select(keeps, operand, other)
         place = lax.select(keeps, place, jnp.full_like(place, number))
@@ -213,7 +215,7 @@ def _search(z: jax.Array, x: jax.Array, windows: Windows) -> tuple[jax.Array, ja
 
 
 def _elements(x: jax.Array, windows: Windows) -> Iterator[tuple[int, jax.Array]]:
-    """The elements at each position of all windows in row-major order, and its place's number."""
+    """The elements at each window position, in row-major order, with the position's place."""
     x = lax.pad(x, np.array(-np.inf, x.dtype), [(low, high, 0) for low, high in windows.padding])
     counts, strides = windows.counts, windows.strides
     for position in itertools.product(*map(range, windows.sizes)):
@@ -223,24 +225,24 @@ def _elements(x: jax.Array, windows: Windows) -> Iterator[tuple[int, jax.Array]]
 
 
 def gradient_in_jax(*operands: jax.Array, windows: Windows, gradients: int = 1) -> jax.Array:
-    """``max_pool_gradient`` in operations of JAX."""
+    """``max_pool_gradient`` in JAX operations."""
     dy = functools.reduce(jnp.add, operands[:gradients])
     place, *normalised = operands[gradients:]
     strides, overlaps, weights = windows.strides, windows.overlaps, windows.weights
     low = [pad for pad, _ in windows.padding]
-    # An element lies in the stride of a window, and in the windows before it.
+    # An element lies in the window of its own stride and in windows that begin before it.
     grid = [-(-(p + n) // s) for p, n, s in zip(low, windows.shape, strides, strict=True)]
     edges = [(m - 1, g - n, 0) for m, g, n in zip(overlaps, grid, dy.shape, strict=True)]
-    # In memory as they are: XLA would form the places once more here, and test each read for the
-    # edges.
+    # Forces the places into memory: XLA would otherwise recompute them here, with an edge test for
+    # each read.
     place = lax.optimization_barrier(place)
     if any(map(any, edges)):
         dy = lax.pad(dy, np.array(0, dy.dtype), edges)
         place = lax.pad(place, np.array(0, place.dtype), edges)
         dy, place = lax.optimization_barrier((dy, place))
-    repeated: list[int] = []  # the extents, each stride's behind its axis
+    repeated: list[int] = []  # the extents, each stride after its axis
     axes: list[int] = []
-    within: Any = np.uint8(0)  # the number of a place in the window that begins with its stride
+    within: Any = np.uint8(0)  # a position's place in the window that begins with its stride
     for extent, step in zip(grid, strides, strict=True):
         axes.append(len(repeated))
         repeated += [extent] if step == 1 else [extent, step]
@@ -262,7 +264,7 @@ def gradient_in_jax(*operands: jax.Array, windows: Windows, gradients: int = 1) 
         total = total + lax.select(here, source, jnp.zeros_like(source))
     dx = total if normalised else total.astype(dy.dtype)
     for axis, step in enumerate(strides):
-        if step > 1:  # one axis at a time: a reshape of sharded arrays merges no more
+        if step > 1:  # one axis at a time, because a reshape of sharded arrays cannot merge more
             dx = dx.reshape((*dx.shape[:axis], dx.shape[axis] * step, *dx.shape[axis + 2 :]))
     dx = lax.slice(dx, low, [p + n for p, n in zip(low, windows.shape, strict=True)])
     if not normalised:
@@ -282,7 +284,7 @@ def _abstract_eval(x: Any, *vectors: Any, form: Pooling) -> list[Any]:
 
 
 def _jvp(primals, tangents, *, form: Pooling):
-    """The derivative at the places, which the forward pass gives."""
+    """The derivative at the places, which the forward pass returns."""
     pairs = zip(("x", *_VECTORS), tangents, strict=False)
     given = {name: t for name, t in pairs if not isinstance(t, ad.Zero)}
     told = dataclasses.replace(form, places=True, operands=form.operands or form.affine)
@@ -296,7 +298,7 @@ def _jvp(primals, tangents, *, form: Pooling):
     of_maxima = max_pool_tangent_p.bind(*compat.match_varying(*given.values(), *kept), form=linear)
     found = [*results[: form.copies], *[place] * form.places, *operands[: form.operands]]
     zeros: list[Any] = [ad.Zero(jax.typeof(place).to_tangent_aval())] * form.places
-    if form.operands:  # which only a derivative of a derivative differentiates
+    if form.operands:  # only a second derivative differentiates these
         of_x = given.get("x", jnp.zeros_like(primals[0]))
         zeros.append(_at_places(of_x, place, form.windows))
     return found, [*of_maxima, *zeros]
@@ -311,7 +313,7 @@ def _attributes(windows: Windows) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class _MaxPool(SplitPass):
-    """How devices share the arrays of ``max_pool``."""
+    """The partition of ``max_pool``'s arrays over devices."""
 
     form: Pooling
 
@@ -378,11 +380,11 @@ _VECTORS = ("mean", "scale", "offset")
 
 @dataclasses.dataclass(frozen=True)
 class MaximaTangent:
-    """What a linear call computes: the tangents of the maxima.
+    """The parameters of a linear call: the tangents of the maxima.
 
     Attributes:
-        form: the function that is differentiated, with places, and operands where it is affine.
-        given: which of x, mean, scale and offset have a tangent, an operand each.
+        form: the differentiated function, with places, and with operands if it is affine.
+        given: which of x, mean, scale and offset have a tangent; each is an operand.
     """
 
     form: Pooling
@@ -390,13 +392,13 @@ class MaximaTangent:
 
     @property
     def kept(self) -> tuple[str, ...]:
-        """Names of what the tangents are multiplied by."""
+        """The names of the tangents' factors."""
         affine = ("mean", "scale", "maxima", "operands") if self.form.affine else ()
         return (*affine, "place")
 
 
 def _at_places(x: jax.Array, place: jax.Array, windows: Windows) -> jax.Array:
-    """The elements of x at the places of its windows, 0 where there is none."""
+    """The elements of x at the places of its windows, 0 for no place."""
     total: Any = jnp.zeros(windows.counts, x.dtype)
     for number, element in _elements(x, windows):
         total = lax.select(place == np.uint8(number), element, total)
@@ -404,7 +406,7 @@ def _at_places(x: jax.Array, place: jax.Array, windows: Windows) -> jax.Array:
 
 
 def tangent_in_jax(*operands: jax.Array, form: MaximaTangent) -> list[jax.Array]:
-    """``max_pool_tangent`` in operations of JAX."""
+    """``max_pool_tangent`` in JAX operations."""
     count = len(form.given)
     given = dict(zip(form.given, operands[:count], strict=True))
     named = dict(zip(form.kept, operands[count:], strict=True))
@@ -508,7 +510,7 @@ def _gradient_batch(operands, mapped_axes, **parameters):
 
 @dataclasses.dataclass(frozen=True)
 class _MaxPoolGradient(SplitPass):
-    """How devices share the arrays of ``max_pool_gradient``."""
+    """The partition of ``max_pool_gradient``'s arrays over devices."""
 
     windows: Windows
     gradients: int

@@ -2,11 +2,10 @@
 
     mean = sum of y / rows,    M = sum of (y - mean)^2
 
-in float32, over all positions of an array with channels last, or over those of each segment of its
-leading axis. On NVIDIA GPUs one kernel reads the array once, in parts, whose moments are merged
-(Chan, Golub and LeVeque, "Updating formulae and a pairwise algorithm for computing sample
-variances", 1979), as are those of several devices. Elsewhere and under vmap it is two passes in
-operations of JAX.
+in float32, over all positions of a channels-last array, or over those of each segment of its
+leading axis. On NVIDIA GPUs one kernel reads the array once, in parts. The moments of parts, and of
+several devices, are merged (Chan, Golub and LeVeque, "Updating formulae and a pairwise algorithm
+for computing sample variances", 1979). Elsewhere and under vmap, JAX operations make two passes.
 """
 
 from __future__ import annotations
@@ -48,12 +47,12 @@ def accepts(shape: tuple[int, ...], dtype: np.dtype, segments: int = 1) -> bool:
 
 
 def moments(y: jax.Array, *, segments: int = 1) -> jax.Array:
-    """Mean and M, float32 (2, C), or (segments, 2, C) where there are several segments."""
+    """Mean and M, float32 (2, C), or (segments, 2, C) with several segments."""
     return moments_p.bind(y, segments=segments)
 
 
 def in_jax(y: jax.Array, *, segments: int) -> jax.Array:
-    """The same in operations of JAX."""
+    """The same in JAX operations."""
     wide = y.astype(np.float32)
     mean = over_segments(jnp.mean, wide, segments)
     deviation = wide - along_segments(mean, y.shape, segments)
@@ -64,8 +63,8 @@ def _tangent(y: jax.Array, found: jax.Array, dy: jax.Array, *, segments: int) ->
     """Linear in dy."""
     deviation = y.astype(np.float32) - along_segments(found[..., 0, :], y.shape, segments)
     if y.dtype.itemsize >= 4:
-        # The mean's rounding, which that of y itself hides in 16 bits, would move all gradients of
-        # a channel alike.
+        # The mean's rounding error would shift all gradients of a channel alike (in 16 bits, y's
+        # own rounding hides it).
         left = over_segments(jnp.mean, deviation, segments)
         deviation -= along_segments(left, y.shape, segments)
     wide = dy.astype(np.float32)
@@ -78,7 +77,7 @@ def _jvp(primals, tangents, *, segments: int):
     found = moments_p.bind(y, segments=segments)
     if isinstance(dy, ad.Zero):
         return found, ad.Zero(jax.typeof(found).to_tangent_aval())
-    # jax.checkpoint: the backward pass keeps y, not its deviations in float32.
+    # jax.checkpoint: the backward pass keeps y, not its float32 deviations.
     of_moments = jax.checkpoint(functools.partial(_tangent, segments=segments), prevent_cse=False)
     return found, of_moments(y, found, dy)
 
@@ -107,10 +106,10 @@ def counts(rows: int, plan: native.PassPlan) -> np.ndarray:
 
 
 def _merged(by_part: jax.Array, count: np.ndarray) -> jax.Array:
-    """Moments (..., parts, 2, C) of parts of so many rows, as those of all rows."""
+    """Merges the moments (..., parts, 2, C) of parts with these row counts."""
     weights = (count / count.sum()).astype(np.float32)[:, None]
     of_part, squares = by_part[..., 0, :], by_part[..., 1, :]
-    # Deviations from the first part's mean are small beside the mean.
+    # Deviations from the first part's mean are small relative to the mean.
     first = of_part[..., :1, :]
     shift = jnp.sum((of_part - first) * weights, -2, keepdims=True)
     between = of_part - first - shift
@@ -120,7 +119,7 @@ def _merged(by_part: jax.Array, count: np.ndarray) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class _Moments(SplitPass):
-    """How devices share the array."""
+    """The partition of the array over devices."""
 
     segments: int
 
@@ -144,7 +143,7 @@ class _Moments(SplitPass):
 
 
 def _lower(platform: str, ctx, y, *, segments: int):
-    """Lowers to one custom call and the merging of its parts, or to operations of JAX."""
+    """Lowers to one custom call and the merging of its parts, or to JAX operations."""
     (aval,) = ctx.avals_in
 
     def by_kernel(plan: native.PassPlan) -> Sequence[Any]:

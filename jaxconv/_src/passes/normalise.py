@@ -1,19 +1,20 @@
 """The primitive normalise: a centred affine function of arrays, a shortcut, an activation.
 
-With one or two arrays y_i, channels last, and float32 vectors of channels, (C,) or (N, C) with a
-row for each example,
+For one or two arrays y_i, channels last, and float32 vectors over channels, (C,) or (N, C) with a
+row per example,
 
     n_i = (y_i - mean_i) * scale_i + offset_i
     t   = n_0, or n_0 + n_1, or n_0 + shortcut       summands rounded as y_0
     z   = activation(t)
 
-in float32. The program is the same in operations of JAX, which XLA fuses. What the primitive adds
-is its derivative: where the gradients of z lie in memory, one call of ``masked_sums`` forms all
-sums of the backward pass, with the activation's derivative, in one read of them and of y_i.
+in float32. The forward pass consists of JAX operations, which XLA fuses. The purpose of the
+primitive is its derivative: if the gradients of z are stored, one call of ``masked_sums`` computes
+all sums of the backward pass, including the activation's derivative, with one read of the gradients
+and of y_i.
 
-z may be several results, one for each reader, so that their gradients are added in that call. Where
-a shortcut is added and the derivative of the activation is a mask, the forward pass writes it as
-bits (``normalise_add``).
+z may be several results, one for each reader, so that this call adds their gradients. If a shortcut
+is added and the derivative of the activation is a mask, the forward pass writes the mask as bits
+(``normalise_add``).
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from jaxconv._src.passes.normalise_add import BlockEnd
 from jaxconv._src.problem import epilogue
 from jaxconv._src.sharding import explicit_mesh
 
-# What a summand is normalised by, in the order of the operands.
+# The vectors of a summand, in the order of the operands.
 VECTORS = ("mean", "scale", "offset")
 
 TARGET = "jaxconv_normalise"
@@ -53,10 +54,10 @@ class Activation(Protocol):
     """An elementwise function of a program.
 
     Attributes:
-        named: its name among those that ``masked_sums`` differentiates, with the slope, or None.
-        mask: two numbers between which its derivative is 1, while it is 0 elsewhere, at them too;
-            None where the derivative is no such mask. The second number may be None.
-        activation: the one of an epilogue that has its values, or None.
+        named: its name and slope if ``masked_sums`` can differentiate it, else None.
+        mask: two bounds; the derivative is 1 between them and 0 elsewhere, including the bounds.
+            None if the derivative is no such mask. The second bound may be None.
+        activation: the activation of an epilogue with the same values, or None.
     """
 
     @property
@@ -69,29 +70,29 @@ class Activation(Protocol):
     def activation(self) -> epilogue.Activation: ...
 
     def value(self, t: jax.Array) -> jax.Array:
-        """The function of t, as the program computes it."""
+        """The function of t, computed as in the program."""
 
     def tangent(self, value: jax.Array, dt: jax.Array) -> jax.Array:
-        """The derivative at t times dt, of dt's dtype."""
+        """The derivative at t times dt, in dt's dtype."""
 
     def cotangent(self, value: jax.Array, dz: jax.Array) -> jax.Array:
-        """The same of dz, also of a function that has a derivative backwards alone."""
+        """The same for dz; also works for functions with a reverse-mode derivative only."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Form:
-    """What a call computes.
+    """The parameters of a call.
 
-    Its operands are the arrays, the shortcut, and for each array those of mean, scale and offset
-    that are not 0, 1 and 0 everywhere.
+    Its operands are the arrays, the shortcut, and for each array the mean, scale and offset unless
+    these are 0, 1 and 0.
 
     Attributes:
-        vectors: for each array that is normalised, one or two, the names of its vectors.
-        shortcut: whether an array is added as it is.
-        activation: the function behind the sum, or None.
-        dtype: of z.
-        copies: how many results are z.
-        stored: whether the arrays and the gradients of z are in memory in any case.
+        vectors: the names of the vectors of each normalised array (one or two arrays).
+        shortcut: whether an unnormalised array is added.
+        activation: the function after the sum, or None.
+        dtype: the dtype of z.
+        copies: the number of results that are z.
+        stored: whether the arrays and the gradients of z are stored in any case.
         bits: whether the mask is a result, uint8 (..., C / 8).
     """
 
@@ -128,16 +129,16 @@ class Form:
 
 @dataclasses.dataclass(frozen=True)
 class Tangent:
-    """What a linear call computes: the tangents of z.
+    """The parameters of a linear call: the tangents of z.
 
-    Its operands are the tangents that are given, by the names of ``Form.names``, and what they are
-    multiplied by: arrays, vectors, and what tells the activation's derivative.
+    Its operands are the given tangents, by the names in ``Form.names``, and their factors: arrays,
+    vectors, and the source of the activation's derivative.
 
     Attributes:
-        form: the function that is differentiated.
-        given: names of the operands with a tangent.
-        told_by: "bits" of the mask, the "result" z, the "operand" t, which is computed again, or
-            "nothing".
+        form: the differentiated function.
+        given: the names of the operands with a tangent.
+        told_by: the source of the derivative: "bits" of the mask, the "result" z, the recomputed
+            "operand" t, or "nothing".
     """
 
     form: Form
@@ -146,7 +147,7 @@ class Tangent:
 
     @property
     def kept(self) -> tuple[str, ...]:
-        """Names of what the tangents are multiplied by; an array is among all operands."""
+        """The names of the tangents' factors; an array is among all operands."""
         needed = set(self.form.names) if self.told_by == "operand" else set()
         for i in range(self.form.arrays):
             if f"scale{i}" in self.given:
@@ -166,12 +167,12 @@ class Tangent:
 
 
 def normalise(*operands: jax.Array, form: Form) -> list[jax.Array]:
-    """z, as often as ``form`` says, and the bits."""
+    """z, ``form.copies`` times, and the bits."""
     return normalise_p.bind(*compat.match_varying(*operands), form=form)
 
 
 def in_jax(*operands: jax.Array, form: Form) -> list[jax.Array]:
-    """The same in operations of JAX."""
+    """The same in JAX operations."""
     t = _operand(dict(zip(form.names, operands, strict=True)), form)
     z = (t if form.activation is None else form.activation.value(t)).astype(form.dtype)
     bits = [jnp.packbits(_inside(z, form), axis=-1, bitorder="little")] if form.bits else []
@@ -179,7 +180,7 @@ def in_jax(*operands: jax.Array, form: Form) -> list[jax.Array]:
 
 
 def _inside(z: jax.Array, form: Form) -> jax.Array:
-    """Where the derivative of an activation with a mask is 1, from its result."""
+    """The mask of an activation's derivative, from the activation's result."""
     assert form.activation is not None and form.activation.mask is not None
     above, below = form.activation.mask
     inside = z > jnp.asarray(above, z.dtype)
@@ -187,14 +188,14 @@ def _inside(z: jax.Array, form: Form) -> jax.Array:
 
 
 def _spread(vector: jax.Array, like: Any) -> jax.Array:
-    """A vector of channels, (C,) or (N, C), to be broadcast to an array with the channels last."""
+    """A vector over channels, (C,) or (N, C), reshaped to broadcast to a channels-last array."""
     if vector.ndim == 1:
         return vector
     return lax.expand_dims(vector, tuple(range(1, len(like.shape) - 1)))
 
 
 def _centred(given: Mapping[str, jax.Array], i: int | str) -> jax.Array:
-    """An array without its mean, float32."""
+    """An array minus its mean, float32."""
     wide = given[f"y{i}"].astype(np.float32)
     mean = given.get(f"mean{i}")
     return wide if mean is None else wide - _spread(mean, wide)
@@ -209,7 +210,7 @@ def _times(value: jax.Array, named: Mapping[str, jax.Array], i: int | str) -> ja
 
 
 def _operand(given: Mapping[str, jax.Array], form: Form) -> jax.Array:
-    """t: float32, or rounded where it is a sum of rounded summands."""
+    """t: float32, or rounded if it is a sum of rounded summands."""
     summands = []
     for i in range(form.arrays):
         summand = _times(_centred(given, i), given, i)
@@ -230,7 +231,7 @@ def _abstract_eval(*operands: Any, form: Form) -> list[Any]:
 
 
 def _writes_bits(form: Form, operands: Sequence[Any]) -> bool:
-    """Whether one kernel computes z and the bits of its mask, of operands of these types."""
+    """Whether one kernel computes z and the bits of its mask for operands of these types."""
     end, y = form.block_end, operands[0]
     arrays, vectors = operands[: form.summands], operands[form.summands :]
     return (
@@ -308,7 +309,7 @@ def _transpose_of_linear(cotangents, *operands, form: Form):
 def _differentiated(
     named: Mapping[str, jax.Array], dt: jax.Array, form: Tangent, backwards: bool = False
 ) -> jax.Array:
-    """The activation's derivative times dt, of dt's dtype."""
+    """The activation's derivative times dt, in dt's dtype."""
     act = form.form.activation
     if act is None:
         return dt
@@ -321,7 +322,7 @@ def _differentiated(
         case _:
             bits = jnp.unpackbits(named["bits"], axis=-1, count=dt.shape[-1], bitorder="little")
             inside = bits.astype(bool)
-    dt = explicit_mesh.like(dt, jax.typeof(inside))  # the type that z has
+    dt = explicit_mesh.like(dt, jax.typeof(inside))  # the type of z
     return lax.select(inside, dt, jnp.zeros_like(dt))
 
 
@@ -331,7 +332,7 @@ def _like(named: Mapping[str, Any]) -> Any:
 
 
 def tangent_in_jax(*operands: jax.Array, form: Tangent) -> list[jax.Array]:
-    """``normalise_tangent`` in operations of JAX."""
+    """``normalise_tangent`` in JAX operations."""
     count = len(form.given)
     given = dict(zip(form.given, operands[:count], strict=True))
     named = dict(zip(form.kept, operands[count:], strict=True))
@@ -375,7 +376,7 @@ def _tangent_jvp(primals, tangents, *, form: Tangent):
 
 
 def _transpose(cotangents, *operands, form: Tangent):
-    """The cotangents of what the tangents are of: masked, scaled, and summed."""
+    """The cotangents of the differentiated operands: masked, scaled, and summed."""
     count = len(form.given)
     types = dict(zip(form.given, (o.aval for o in operands[:count]), strict=True))
     others = [None] * (len(operands) - count)
@@ -399,7 +400,7 @@ def _transpose(cotangents, *operands, form: Tangent):
         else:
             ct = sums["offset"] if kind == "offset" else -_times(sums["offset"], named, i)
         if ct.ndim > len(aval.shape):
-            ct = ct.sum(0)  # of a vector that all examples share
+            ct = ct.sum(0)  # for a vector that all examples share
         found.append(explicit_mesh.like(ct.astype(aval.dtype), aval))
     return found + others
 
@@ -413,14 +414,14 @@ def _backward(
     """The gradient of t, and its sums over positions.
 
     Args:
-        gradients: one or two of z.
-        named: what is kept.
-        types: those of the tangents, by name.
+        gradients: one or two gradients of z.
+        named: the kept arrays and vectors, by name.
+        types: the types of the tangents, by name.
         form: the linear call.
 
     Returns:
-        The gradient; its sum "offset", and "scale0" and "scale1", its sums with the centred arrays
-        whose scales have tangents, (C,), or (N, C) where a vector is.
+        The gradient; its sum "offset"; and "scale0" and "scale1", its sums with the centred arrays
+        whose scales have tangents. Sums are (C,), or (N, C) if a vector is.
     """
 
     def masked() -> jax.Array:
@@ -431,15 +432,15 @@ def _backward(
     vectors = [v for n, v in (*types.items(), *named.items()) if n[:-1] in VECTORS]
     examples = any(len(v.shape) == 2 for v in vectors)
     summed = [i for i in range(form.form.arrays) if f"scale{i}" in types]
-    # The gradient of t is stored where it is an operand's own gradient: of a shortcut, of an array
-    # that is not scaled.
+    # The gradient of t is stored if it is the gradient of an operand: of a shortcut, or of an
+    # unscaled array.
     unscaled = any("scale" not in of and "mean" not in of for of in form.form.vectors)
     stores = form.told_by != "nothing" or len(gradients) == 2
     stores = stores and (form.form.summands == 2 or unscaled)
     told = _told(form, summed)
     result = None
     if form.form.stored and told is None and stores:
-        # One pass forms the gradient, which is stored in any case, another one the sums.
+        # One pass computes the gradient, which is stored in any case, another one the sums.
         result = masked()
         gradients, stores, told = [result], False, _Told("none")
     if form.form.stored and told is not None:
@@ -471,14 +472,14 @@ def _backward(
 
 @dataclasses.dataclass(frozen=True)
 class _Told:
-    """How a call of ``masked_sums`` is told the derivative of the activation.
+    """The form in which a call of ``masked_sums`` receives the activation's derivative.
 
     Attributes:
-        masked_by: as of ``Sums``.
-        mask: as of ``Activation``; between which numbers the derivative is 1.
-        named: the activation's name and slope, or neither.
-        operands: names of what the call takes for it.
-        arrays: numbers of the arrays that the call reads for it, or none.
+        masked_by: as in ``Sums``.
+        mask: as in ``Activation``, the bounds between which the derivative is 1.
+        named: the activation's name and slope, or None.
+        operands: the names of the operands for it.
+        arrays: the indices of the arrays that the call reads for it.
     """
 
     masked_by: MaskedBy
@@ -489,7 +490,7 @@ class _Told:
 
 
 def _told(form: Tangent, summed: Sequence[int]) -> _Told | None:
-    """How a call is told the derivative of the activation, or None where none can be."""
+    """The form of the activation's derivative in a call, or None if there is none."""
     act = form.form.activation
     if act is None:
         return _Told("none")

@@ -1,14 +1,14 @@
-"""The primitive normalise_add: the end of a residual block in training, with the activation's mask.
+"""The primitive normalise_add: the end of a residual block in training, with a mask.
 
-With one or two arrays y_i, of one type and shape, channels last, and float32 vectors,
+For one or two arrays y_i of one type and shape, channels last, and float32 vectors,
 
     n_i    = (y_i - mean_i) * scale_i + offset_i in float32, rounded
     result = n_0 + other, rounded, between 0 and below;  other: an array as it is, or n_1
     bits   = 0 < result < below, of 8 channels a byte, the first channel's the lowest
 
-The backward pass takes its mask from the bits (``masked_sums``), a sixteenth of the result. On
-NVIDIA GPUs one kernel reads every array once, on each device those that it has. Elsewhere and under
-vmap it is the same in operations of JAX.
+The backward pass takes its mask from the bits (``masked_sums``), a sixteenth of the result's size.
+On NVIDIA GPUs one kernel reads every array once, on each device its part. Elsewhere and under vmap,
+JAX operations compute the same.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ _VECTOR = 8
 
 @dataclasses.dataclass(frozen=True)
 class BlockEnd:
-    """What a call computes.
+    """The parameters of a call.
 
-    Its operands are two arrays and, for each that is normalised, mean, scale and offset (C,).
+    Its operands are two arrays and, for each normalised one, mean, scale and offset (C,).
 
     Attributes:
-        arrays: how many are normalised: 1, the first, or both.
+        arrays: the number of normalised arrays: 1 (the first) or 2.
         below: the largest number of the result, or None.
     """
 
@@ -60,7 +60,7 @@ class BlockEnd:
 
 
 def key(form: BlockEnd, shape: tuple[int, ...], dtype: np.dtype) -> str | None:
-    """What the kernels are asked by, or None where no call says it."""
+    """The key of the pass, or None if no call expresses it."""
     if form.below is not None and float(np.asarray(form.below, dtype)) != form.below:
         return None
     words = [f"y{form.arrays}", *["bounded"] * (form.below is not None)]
@@ -68,12 +68,12 @@ def key(form: BlockEnd, shape: tuple[int, ...], dtype: np.dtype) -> str | None:
 
 
 def accepts(form: BlockEnd, shape: tuple[int, ...], dtype: np.dtype) -> bool:
-    """Whether a kernel computes this form of arrays of this type."""
+    """Whether a kernel computes this form for arrays of this type."""
     return accepts_rows(key(form, shape, dtype), shape, 1 <= form.arrays <= 2)
 
 
 def bits_type(array: Any) -> Any:
-    """The type of the bits of an array of this type."""
+    """The type of an array's bits."""
     *spec, of_channels = given_partitions(array)
     mesh, channels = array.sharding.mesh, array.shape[-1]
     parts = math.prod(mesh.shape[axis] for axis in of_channels)
@@ -87,12 +87,12 @@ def bits_type(array: Any) -> Any:
 
 
 def normalise_add(*operands: jax.Array, form: BlockEnd) -> list[jax.Array]:
-    """The result, of the arrays' type, and the bits (..., C / 8), uint8."""
+    """The result, in the arrays' type, and the bits (..., C / 8), uint8."""
     return normalise_add_p.bind(*compat.match_varying(*operands), form=form)
 
 
 def in_jax(*operands: jax.Array, form: BlockEnd) -> list[jax.Array]:
-    """The same in operations of JAX."""
+    """The same in JAX operations."""
     result = _result(*operands, form=form)
     inside = result > 0
     if form.below is not None:
@@ -127,7 +127,7 @@ def _jvp(primals, tangents, *, form: BlockEnd):
 
 @dataclasses.dataclass(frozen=True)
 class _NormaliseAdd(SplitPass):
-    """How devices share the arrays."""
+    """The partition of the arrays over devices."""
 
     form: BlockEnd
 

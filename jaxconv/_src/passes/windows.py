@@ -9,13 +9,13 @@ from collections.abc import Callable, Iterable
 
 @dataclasses.dataclass(frozen=True)
 class Windows:
-    """How windows lie on an array, by axes.
+    """The windows of pooling on an array, by axis.
 
     Attributes:
         shape: the array's extents.
-        sizes: of a window.
-        strides: from window to window; along an axis with a single one, the padded extent.
-        padding: elements in front and behind, of the lowest value.
+        sizes: the extents of a window.
+        strides: from window to window; along an axis with a single window, the padded extent.
+        padding: elements before and after, with the lowest value.
     """
 
     shape: tuple[int, ...]
@@ -30,19 +30,19 @@ class Windows:
         return tuple((n + sum(pad) - size) // step + 1 for n, size, step, pad in axes)
 
     def of_part(self, parts: Callable[[str], int]) -> Windows:
-        """Those of one device, where examples and channels are split into so many parts."""
+        """The windows of one device if examples and channels are split into ``parts``."""
         n, *spatial, c = self.shape
         return dataclasses.replace(self, shape=(n // parts("n"), *spatial, c // parts("c")))
 
     @property
     def overlaps(self) -> tuple[int, ...]:
-        """How many windows an element may lie in."""
+        """The number of windows that may contain an element."""
         return tuple(-(-size // s) for size, s in zip(self.sizes, self.strides, strict=True))
 
     @property
     def weights(self) -> tuple[int, ...]:
-        """Of a position in a window, whose product with them is the number of the place."""
-        # Of windows extended to whole strides, so that a position is stride * j + a, all a and j.
+        """The weights whose dot product with a position in a window is its place."""
+        # For windows extended to whole strides, where a position is stride * j + a for all a and j.
         extended = [m * s for m, s in zip(self.overlaps, self.strides, strict=True)]
         return tuple(math.prod(extended[axis + 1 :]) for axis in range(len(extended)))
 
@@ -51,5 +51,5 @@ class Windows:
         return math.prod(m * s for m, s in zip(self.overlaps, self.strides, strict=True))
 
     def place(self, position: Iterable[int]) -> int:
-        """The number of a position in a window."""
+        """The place of a position in a window."""
         return sum(p * w for p, w in zip(position, self.weights, strict=True))

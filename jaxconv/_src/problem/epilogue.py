@@ -1,14 +1,14 @@
-"""The epilogue of a floating-point convolution: its static half, its words, and its definition.
+"""The epilogue of a floating-point convolution: parameters, words, and definition.
 
-With ``acc`` the sum of one output element (image n, pixel, output channel k),
+Let ``acc`` be the sum of one output element (image n, pixel, output channel k). Then
 
     t = acc * scale[k] + bias[k] + residual[n, pixel, k]
     y = activation(t)
 
-in float32 (float64 where the result is), rounded once to the dtype of the result. Absent terms are
-left out. ``pre`` is t, rounded, as a second result. ``statistics`` is a third one, (2, K) of the
-accumulator's dtype: the mean of every channel of y as rounded, over images and pixels, and the sum
-of the squared deviations from it.
+in float32 (float64 if the result is), rounded once to the dtype of the result. Absent terms are
+omitted. ``pre`` is t, rounded, as a second result. ``statistics`` is a third one, (2, K) in the
+accumulator's dtype: for every channel of the rounded y, the mean over images and pixels, and the
+sum of squared deviations from it.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ ACTIVATIONS = (
 )
 Activation = str | tuple[str, float] | Callable[[jax.Array], jax.Array] | None
 
-# Other names of these, and of none, written without underscores.
+# Other names of these, and of no activation, written without underscores.
 _SPELLINGS: dict[str, str | None] = {name.replace("_", ""): name for name in ACTIVATIONS}
 _SPELLINGS |= {"swish": "silu", "hardsilu": "hard_swish", "logistic": "sigmoid"}
 _SPELLINGS |= dict.fromkeys(("none", "linear", "identity"))
-_DEFAULT_SLOPE = 0.01  # of jax.nn.leaky_relu
+_DEFAULT_SLOPE = 0.01  # that of jax.nn.leaky_relu
 _FUNCTIONS: dict[Any, Any] = {
     jax.nn.relu: "relu",
     jax.nn.relu6: "relu6",
@@ -61,32 +61,32 @@ _FUNCTIONS: dict[Any, Any] = {
     jax.nn.identity: None,
 }
 
-# The derivative of these is known from y; of the others, from t.
+# The derivative of these follows from y; that of the others from t.
 _KNOWN_FROM_Y = ("relu", "relu6", "sigmoid", "tanh")
 
 
 class Written(Protocol):
-    """An activation in the operations of a program, whose derivative is theirs, at corners too."""
+    """An activation in a program's operations, with their derivative, also at corners."""
 
     @property
     def differentiates_from_y(self) -> bool:
-        """As of ``Epilogue``."""
+        """As in ``Epilogue``."""
 
     def tangent(self, value: jax.Array, dt: jax.Array) -> jax.Array:
-        """The derivative at ``value`` (y where that tells it, else t) times dt, of dt's dtype."""
+        """The derivative at ``value`` (y if that determines it, else t) times dt, in dt's dtype."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Epilogue:
-    """Which terms there are.
+    """The terms of an epilogue.
 
     Attributes:
-        scale, bias, residual: operands that are present.
+        scale, bias, residual: whether these operands are present.
         activation: None or one of ``ACTIVATIONS``.
-        slope: of leaky_relu, a float32 number.
-        pre, statistics: results beside y.
-        written: the same activation as a program wrote it, where the derivative is to be that
-            one's; None for the derivative of ``differential``. No matter of a kernel's.
+        slope: the slope of leaky_relu, a float32 number.
+        pre, statistics: whether these are results in addition to y.
+        written: the activation as written in a program, if its derivative must be used; None for
+            the derivative of ``differential``. Kernels ignore it.
     """
 
     scale: bool = False
@@ -118,7 +118,7 @@ class Epilogue:
 
     @property
     def differentiates_from_y(self) -> bool:
-        """Whether y alone tells the activation's derivative, so that t need not be kept."""
+        """Whether y determines the activation's derivative, so that t need not be kept."""
         if self.written is not None:
             return self.written.differentiates_from_y
         if self.activation == "leaky_relu":
@@ -128,16 +128,16 @@ class Epilogue:
     def tangent(self, value: jax.Array, dt: jax.Array) -> jax.Array:
         """The activation's derivative times the tangent ``dt``, in the dtype of dt.
 
-        ``value`` is y where that tells the derivative, else t.
+        ``value`` is y if that determines the derivative, else t.
         """
         if self.written is not None:
             return self.written.tangent(value, dt)
         return differential(self.activation, self.slope, value, dt)
 
     def activated(self, t: jax.Array, out_dtype: np.dtype) -> jax.Array:
-        """y of t, with this epilogue's derivative.
+        """y as a function of t, with this epilogue's derivative.
 
-        The backward pass keeps y, or t in y's dtype, and not a function of it in t's dtype.
+        The backward pass keeps y, or t in y's dtype, instead of a function of t in t's dtype.
         """
 
         if self.activation is None:
@@ -160,24 +160,24 @@ class Epilogue:
         return dataclasses.replace(self, statistics=False)
 
     def as_computed(self) -> Epilogue:
-        """What decides the values alone, without the derivative."""
+        """The same without the fields that affect only the derivative."""
         return dataclasses.replace(self, written=None)
 
     def with_derivative(self) -> Epilogue:
-        """The same with what its derivative needs among the results."""
+        """The same with additional results that its derivative needs."""
         return self if self.differentiates_from_y else dataclasses.replace(self, pre=True)
 
 
 def _c_hex(value: float) -> str:
-    """A number as C prints it by ``%a``."""
+    """A number in C's ``%a`` format."""
     return re.sub(r"\.?0*p", "p", float(value).hex())
 
 
 def parse_activation(activation: Activation) -> tuple[str | None, float]:
-    """Name and slope of an activation as users write it.
+    """Name and slope of an activation in any form that users may write.
 
     Raises:
-        TypeError, ValueError: it is none.
+        TypeError, ValueError: it is no activation.
     """
     slope = None
     name: Any = _of_function(activation) if callable(activation) else activation
@@ -208,17 +208,17 @@ def parse_activation(activation: Activation) -> tuple[str | None, float]:
 
 
 def _of_function(function: Callable) -> Any:
-    """The activation that a function of ``jax.nn`` or ``jax.numpy`` is.
+    """The activation of a function of ``jax.nn`` or ``jax.numpy``.
 
     Raises:
-        ValueError: it is another one.
+        ValueError: it is another function.
     """
     inner, options = function, {}
     if isinstance(function, functools.partial) and not function.args:
         inner, options = function.func, function.keywords
     try:
         found = _FUNCTIONS.get(inner, "")
-    except TypeError:  # it has no hash
+    except TypeError:  # it is not hashable
         found = ""
     if inner is jax.nn.gelu and options.keys() <= {"approximate"}:
         return "gelu_tanh" if options.get("approximate", True) else "gelu"
@@ -250,7 +250,7 @@ def checked(
     out_dtype: np.dtype,
     statistics: bool = False,
 ) -> tuple[Epilogue, dict[str, jax.Array]]:
-    """The static half of an epilogue, and its operands by name, scale and bias as accumulators.
+    """The parameters of an epilogue, and its operands by name (scale, bias as accumulators).
 
     Args:
         scale, bias, residual, activation, statistics: as in ``jaxconv.conv``.
@@ -302,7 +302,7 @@ def checked(
 
 
 def activate(t: jax.Array, activation: str | None, slope: float = 0.0) -> jax.Array:
-    """The activation's value; NaN stays NaN, and what is infinite or NaN here is in jax.nn."""
+    """The activation's value; NaN stays NaN, and results are finite where jax.nn's are."""
     one = jnp.ones((), t.dtype)
     match activation:
         case None:
@@ -333,9 +333,9 @@ def differential(
 ) -> jax.Array:
     """The derivative of an activation times the tangent ``dt``, in the dtype of dt.
 
-    ``value`` is y where that tells the derivative, else t (``Epilogue.differentiates_from_y``). At
-    the corners of piecewise linear activations the derivative is that of the flatter side, of
-    leaky_relu and hard_swish that of the right one.
+    ``value`` is y if that determines the derivative, else t (``Epilogue.differentiates_from_y``).
+    At the corners of piecewise linear activations the derivative is that of the flatter side; for
+    leaky_relu and hard_swish, of the right side.
     """
     v = value.astype(dt.dtype)
     zero, one = jnp.zeros((), dt.dtype), jnp.ones((), dt.dtype)
@@ -369,7 +369,7 @@ def differential(
 
 
 def along_channels(vector: jax.Array, rank: int, axis: int) -> jax.Array:
-    """A vector (K,) as an array of a rank whose channels are ``axis``, to be broadcast."""
+    """A vector (K,) reshaped to broadcast to an array with channels on ``axis``."""
     return lax.expand_dims(vector, [a for a in range(rank) if a != axis])
 
 
@@ -383,12 +383,12 @@ def moments(y: jax.Array, axis: int, dtype: np.dtype) -> jax.Array:
 
 
 def moments_tangent(axis: int, y: jax.Array, moments: jax.Array, dy: jax.Array) -> jax.Array:
-    """The tangent of the statistics, linear in that of y."""
+    """The tangent of the statistics, linear in the tangent of y."""
     others = tuple(a for a in range(y.ndim) if a != axis)
     deviation = y.astype(dy.dtype) - along_channels(moments[0], y.ndim, axis)
     if y.dtype.itemsize >= 4:
-        # The mean's rounding, which that of y itself hides in 16 bits, would move all gradients of
-        # a channel alike.
+        # The mean's rounding error would shift all gradients of a channel alike (in 16 bits, y's
+        # own rounding hides it).
         deviation -= jnp.mean(deviation, others, keepdims=True)
     return jnp.stack([jnp.mean(dy, others), 2 * jnp.sum(deviation * dy, others)])
 
@@ -400,14 +400,14 @@ def finish(
     epilogue: Epilogue,
     out_dtype: np.dtype,
 ) -> list[jax.Array]:
-    """All results, by the definition, with the derivatives of the primitive conv_fused.
+    """All results by the definition, with the derivatives of the primitive conv_fused.
 
     Args:
         acc: the sums, in the accumulator's dtype.
-        terms: the operands that ``epilogue.terms`` names.
-        axis: that of the output channels.
-        epilogue: the static half.
-        out_dtype: of y and pre.
+        terms: the operands named in ``epilogue.terms``.
+        axis: the axis of the output channels.
+        epilogue: the parameters.
+        out_dtype: the dtype of y and pre.
     """
     t = acc
     if epilogue.scale:
@@ -433,8 +433,8 @@ def sums(
 ) -> jax.Array:
     """A bilinear function's result in the accumulator's dtype.
 
-    ``compute`` has the dtype of its result as third argument. Derivatives are computed in
-    ``out_dtype``, so that their transposes read cotangents of that dtype.
+    The third argument of ``compute`` is its result's dtype. Derivatives are computed in
+    ``out_dtype``, so that their transposes read cotangents in that dtype.
     """
     wide = accumulator_dtype(out_dtype)
 

@@ -1,4 +1,4 @@
-"""Layouts by name, and what to try where the channels of two arrays do not fit."""
+"""Layouts by name, and advice if the channels of two arrays do not fit."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ _BY_NAME = {"CHANNELS_LAST": _LAST, "CHANNELS_FIRST": _FIRST}
 
 
 def numbers(data_format: str) -> tuple[str, str, str]:
-    """The ``dimension_numbers`` of lax for a format that ``data_format`` below returned."""
+    """lax's ``dimension_numbers`` for a format from ``data_format`` below."""
     spatial = data_format.translate({ord("N"): None, ord("C"): None})
     rhs = f"{spatial}IO" if data_format in _LAST else f"OI{spatial}"
     return data_format, rhs, data_format
 
 
 def data_format(value: Any, w_shape: tuple[int, ...]) -> str:
-    """A ``data_format`` argument in capitals, by default channels last and by the rank of w.
+    """A ``data_format`` argument in capitals; by default channels last, by the rank of w.
 
     Raises:
-        ValueError: it is none of the formats, or w has too few or too many axes for any.
+        ValueError: it is not one of the formats, or w has too few or too many axes.
     """
     named = "CHANNELS_LAST" if value is None else str(value).upper()
     if named in _BY_NAME:
@@ -42,14 +42,14 @@ def data_format(value: Any, w_shape: tuple[int, ...]) -> str:
 def int8_format(value: Any, rank: int) -> str:
     """A ``data_format`` argument of 8-bit convolutions: "NHWC", "NCHW" or "NCHW32".
 
-    The first two stand for channels last and first, whatever the number of spatial axes.
+    The first two mean channels last and first, for any number of spatial axes.
 
     Args:
         value: one of the formats of ``data_format`` in any case, or "NCHW32".
         rank: spatial axes.
 
     Raises:
-        ValueError: it is none of the formats, or of another number of spatial axes.
+        ValueError: it is not one of the formats, or has another number of spatial axes.
     """
     named = str(value).upper()
     if named in (_LAST[rank - 1], "CHANNELS_LAST"):
@@ -68,7 +68,7 @@ def int8_format(value: Any, rank: int) -> str:
 
 
 def from_layout(layout: Any) -> Any:
-    """A ``layout`` argument, as it was called before, as a ``data_format``: of any rank."""
+    """The deprecated ``layout`` argument as a ``data_format``, for any rank."""
     return {"NHWC": "channels_last", "NCHW": "channels_first"}.get(layout, layout)
 
 
@@ -80,13 +80,13 @@ def hint(
     groups: int,
     names: tuple[str, str, str],
 ) -> str:
-    """What the caller may have meant by arrays whose channels do not fit; "" where nothing fits.
+    """A suggestion for arrays whose channels do not fit; "" if nothing fits.
 
     Args:
         x_shape, w_shape: shapes of the operands.
         lhs_spec, rhs_spec: their axes, as in ``lax.ConvDimensionNumbers``.
-        groups: of the channels.
-        names: what the caller calls x, w and groups.
+        groups: groups of the channels.
+        names: the caller's names of x, w and groups.
     """
     x_name, w_name, _ = names
     rank = len(x_shape) - 2

@@ -1,4 +1,4 @@
-"""An operand of any public function as an array of numbers."""
+"""Conversion of public functions' operands to arrays of numbers."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from jax.typing import ArrayLike
 def array(name: str, value: ArrayLike) -> jax.Array:
     """An operand as an array of numbers.
 
-    A class of this library whose objects are no arrays says by ``instead_of_an_array`` what such an
-    object is, and where it belongs.
+    Classes of this library whose objects are no arrays have ``instead_of_an_array``, a text that
+    says what the object is and where to pass it.
 
     Raises:
-        TypeError: ``value`` is none, and has no conversion to one.
+        TypeError: ``value`` is no array and cannot be converted to one.
     """
     if what := getattr(value, "instead_of_an_array", ""):
         raise TypeError(f"{name}: expected an array, got {what}")

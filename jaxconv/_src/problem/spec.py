@@ -1,10 +1,10 @@
-"""ConvSpec: the static half of a convolution, and the shape algebra of its three operations.
+"""ConvSpec: a convolution's static parameters, and the shape algebra of its operations.
 
 A convolution relates an input x, a filter w and an output y. Each tensor has a *canonical* order of
 axes: ``x (batch?, n, *spatial, c)``, ``w (batch?, *spatial, c / groups, k)``, ``y (batch?, n,
-*spatial, k)``. Arrays keep whatever order the caller gave them; ``x_axes[i]`` is the position, in
-the array, of canonical axis ``i``. The optional leading ``batch`` axis counts independent
-convolutions, each with a filter of its own.
+*spatial, k)``. Arrays keep the caller's order; ``x_axes[i]`` is the position, in the array, of
+canonical axis ``i``. The optional leading ``batch`` axis counts independent convolutions, each with
+its own filter.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from jax.core import max_dim
 
 Pairs = tuple[tuple[int, int], ...]
 
-# How many times larger an input may become where the zeros of its dilation are stored. Beyond that
-# the convolution is left to XLA's own, which stores none.
+# The largest growth of an input if the zeros of its dilation are stored. Beyond it, XLA computes
+# the convolution, and stores no zeros.
 EXPLICIT_GROWTH = 64
 
 
 class Op(enum.Enum):
-    """The three operations, closed under transposition: each is linear in both of its operands."""
+    """The three operations, closed under transposition: each is linear in both operands."""
 
     FPROP = "fprop"  # (x, w)  -> y
     DGRAD = "dgrad"  # (dy, w) -> dx
@@ -33,14 +33,14 @@ class Op(enum.Enum):
 
     @property
     def roles(self) -> tuple[str, str, str]:
-        """Which tensor the left operand, the right operand and the result are."""
+        """The tensors that are the left operand, the right operand and the result."""
         return {"fprop": ("x", "w", "y"), "dgrad": ("y", "w", "x"), "wgrad": ("x", "y", "w")}[
             self.value
         ]
 
 
 def known(extent: object) -> bool:
-    """Whether an extent is a number, and not an expression in dimension variables (jax.export)."""
+    """Whether an extent is a number, not an expression in dimension variables (jax.export)."""
     return isinstance(extent, int | np.integer)
 
 
@@ -57,16 +57,16 @@ def dilated_extents(extents: Sequence[int], dilations: Sequence[int]) -> list[in
 def output_extent(
     extent: int, window: int, stride: int, lhs_dilation: int, dilation: int, lo: int, hi: int
 ) -> int:
-    """Positions of a dilated window in a dilated, padded axis; 0 where it does not fit (as lax)."""
+    """Positions of a dilated window in a dilated, padded axis; 0 if it does not fit, as in lax."""
     padded = dilated_extent(extent, lhs_dilation) + lo + hi
     return max_dim((padded - dilated_extent(window, dilation)) // stride + 1, 0)
 
 
 def check_size(name: str, shape: Sequence[int], dtype: np.dtype) -> None:
-    """Refuses an array for whose size XLA (jaxlib 0.10.2) ends the process.
+    """Refuses an array of a size at which XLA (jaxlib 0.10.2) ends the process.
 
     Raises:
-        ValueError: it has more bytes than 63 bits count.
+        ValueError: its size in bytes exceeds 63 bits.
     """
     if all(map(known, shape)):
         size = math.prod(shape) * np.dtype(dtype).itemsize
@@ -82,14 +82,14 @@ def fitting_padding(
     *,
     reflected: bool = False,
 ) -> Pairs:
-    """The padding with given low sides for which input + low + high = output + window - 1.
+    """The padding with these low sides for which input + low + high = output + window - 1.
 
-    All extents are dilated ones: of the input, the filter and, by the stride, the output.
+    All extents are dilated: input, filter and, by the stride, output.
 
     Args:
-        lows: low padding of the convolution, or of the one that it is the data gradient of.
+        lows: low padding of the convolution, or of the one whose data gradient it is.
         inputs, windows, outputs: dilated extents.
-        reflected: ``lows`` are the other convolution's, whose window is the reverse of this one's.
+        reflected: ``lows`` belong to the other convolution, whose window is the reverse.
     """
     pairs = []
     for lo, i, r, p in zip(lows, inputs, windows, outputs, strict=True):
@@ -100,7 +100,7 @@ def fitting_padding(
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """Extents of one convolution, whatever the axis order of its arrays."""
+    """Extents of one convolution, independent of its arrays' axis order."""
 
     batch: int
     n: int
@@ -112,14 +112,14 @@ class Sizes:
 
     @property
     def empty(self) -> bool:
-        """True where a tensor has no elements: the result is then empty or zero."""
+        """Whether a tensor has no elements; the result is then empty or zero."""
         extents = (self.batch, self.n, self.c, self.k)
         return 0 in extents + self.in_spatial + self.filter_spatial + self.out_spatial
 
 
 @dataclasses.dataclass(frozen=True)
 class ConvSpec:
-    """Everything about a convolution that is not an array: hashable, a primitive's parameter."""
+    """Everything about a convolution except arrays: hashable, a primitive's parameter."""
 
     stride: tuple[int, ...]
     padding: Pairs
@@ -133,7 +133,7 @@ class ConvSpec:
     y_axes: tuple[int, ...]
     batched: bool = False
     precision: str = "default"  # "default", "high" or "highest"
-    algorithm: tuple[str, str, str] = ("auto", "auto", "auto")  # of fprop, dgrad, wgrad
+    algorithm: tuple[str, str, str] = ("auto", "auto", "auto")  # for fprop, dgrad, wgrad
 
     @property
     def rank(self) -> int:
@@ -156,7 +156,7 @@ class ConvSpec:
 
     @property
     def crops_everything(self) -> bool:
-        """True where negative padding leaves nothing of the input: the results are zeros."""
+        """Whether negative padding crops the whole input; the results are then zeros."""
         return not self.symbolic and min(explicit_input(self).in_spatial, default=1) < 1
 
     @property
@@ -191,7 +191,7 @@ class ConvSpec:
         return self.algorithm[list(Op).index(op)]
 
     def sizes(self, op: Op, lhs_shape: Sequence[int], rhs_shape: Sequence[int]) -> Sizes:
-        """Reads the extents off the operands of ``op``; they are taken to agree."""
+        """The extents from the operands of ``op``, which must agree."""
         shapes = dict(zip(op.roles, (lhs_shape, rhs_shape), strict=False))
 
         def extent(role: str, name: str) -> int:
@@ -223,9 +223,9 @@ class ConvSpec:
         return tuple(shape)
 
     def with_batch(self, x: int | None, w: int | None, y: int | None) -> ConvSpec:
-        """The spec of a batched problem whose arrays carry the batch axis at these positions.
+        """The spec of a batched problem with the arrays' batch axis at these positions.
 
-        The position of the result's batch axis is None: it comes first.
+        None, for the result, means that its batch axis comes first.
         """
 
         def insert(axes: tuple[int, ...], position: int | None) -> tuple[int, ...]:
@@ -241,7 +241,7 @@ class ConvSpec:
         )
 
     def without_batch(self) -> ConvSpec:
-        """The spec of one convolution of a batched problem, its batch axis taken out."""
+        """The spec of one convolution of a batched problem, without the batch axis."""
 
         def remove(axes: tuple[int, ...]) -> tuple[int, ...]:
             return tuple(a - (a > axes[0]) for a in axes[1:])
@@ -256,9 +256,9 @@ class ConvSpec:
 
 
 def explicit_input(spec: ConvSpec) -> ConvSpec:
-    """The same convolution of an input that is already dilated and cropped, as an array.
+    """The same convolution, with an input array that is already dilated and cropped.
 
-    An extent below 1 means that negative padding crops the whole input: the result is zero.
+    An extent below 1 means that negative padding crops the whole input; the result is zero.
     """
     extents, pairs = [], []
     for extent, dilation, (lo, hi) in zip(
@@ -272,9 +272,9 @@ def explicit_input(spec: ConvSpec) -> ConvSpec:
 
 
 def as_fprop(op: Op, spec: ConvSpec) -> ConvSpec:
-    """The forward convolution that computes ``op``, fprop or dgrad; its axis orders mean nothing.
+    """The forward convolution that computes ``op``, fprop or dgrad; ignore its axis orders.
 
-    dgrad is one of dy with the reversed filter, whose channels are exchanged.
+    dgrad is a convolution of dy with the reversed filter and swapped channels.
     """
     if op is Op.FPROP:
         return spec
@@ -289,7 +289,7 @@ def as_fprop(op: Op, spec: ConvSpec) -> ConvSpec:
     )
 
 
-# Dtypes that have a name in a problem key, and so a chance of a kernel.
+# Dtypes with a name in problem keys; no kernel accepts others.
 DTYPE_NAMES = {
     "float32": "f32",
     "float16": "f16",
@@ -300,7 +300,7 @@ DTYPE_NAMES = {
 
 
 def flops(spec: ConvSpec, sizes: Sizes) -> int:
-    """Multiplications and additions by definition, padding counted."""
+    """Multiplications and additions in the definition, padding included."""
     pixels = math.prod(sizes.out_spatial) * math.prod(sizes.filter_spatial)
     return 2 * sizes.batch * sizes.n * pixels * (sizes.c // spec.groups) * sizes.k
 
@@ -314,13 +314,12 @@ def problem_key(
     krsc: bool = False,
     epilogue: Sequence[str] = (),
 ) -> str:
-    """The problem key: one line of text that ``cc/core/conv_problem.h`` defines and parses.
+    """The problem key, a line of text that ``cc/core/conv_problem.h`` defines and parses.
 
-    ``krsc`` is said of a filter that lies in memory as (k, spatial, c); ``epilogue`` are the words
-    of its terms.
+    ``krsc``: the filter is stored as (k, spatial, c); ``epilogue``: the words of its terms.
 
     Raises:
-        KeyError: a dtype has no name there.
+        KeyError: a dtype has no name in problem keys.
     """
     names = dict.fromkeys("xwy", DTYPE_NAMES[np.dtype(operand_dtype).name])
     names[op.roles[2]] = DTYPE_NAMES[np.dtype(out_dtype).name]

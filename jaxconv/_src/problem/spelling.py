@@ -1,4 +1,4 @@
-"""Arguments by names that a function does not have: which one is meant."""
+"""Suggestions for argument names that a function does not have."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
 
 
 def knows(**others: str) -> Callable[[_Function], _Function]:
-    """Decorates a function so that its errors name the argument that is meant.
+    """Decorates a function so that its errors suggest the intended argument.
 
     Args:
-        others: names that other libraries have for its arguments; each is one of its own, or what
-            to write instead.
+        others: maps names in other libraries to its own arguments, or to a text that says what to
+            write.
     """
 
     def decorate(function: Any) -> Any:
@@ -56,7 +56,7 @@ def knows(**others: str) -> Callable[[_Function], _Function]:
 
 
 def renamed(before: str, its_value: Any, name: str, value: Any) -> Any:
-    """The value of an argument that had another name before, which works and warns.
+    """The value of a renamed argument; the old name still works and warns.
 
     Raises:
         TypeError: it is given by both names.

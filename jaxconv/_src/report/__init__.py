@@ -1,1 +1,1 @@
-"""What became of a program's convolutions: `explain`, `kernels`."""
+"""Reports on a program's convolutions and on the kernels: `explain`, `kernels`."""

@@ -1,4 +1,4 @@
-"""``explain``: which kernel each convolution of a program takes, or why it is left to XLA."""
+"""``explain``: the kernel of each convolution of a program, or why XLA computes it."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from jaxconv._src.report.explanation import Explanation as Explanation
 
 
 def _occurrences(module) -> collections.Counter[tuple[str, int]]:
-    """How often the program comes by each operation of a tag and index; loop bodies count once.
+    """How often the program runs each operation of a tag and index; loop bodies count once.
 
-    A lowering is not the program's order: JAX lowers a function once and calls it from many places,
-    or copies it into them.
+    Lowering does not follow the program's order: JAX lowers a function once and calls it from many
+    places, or copies it into them.
     """
     callees: dict[str, list[str]] = {}
     marked: dict[str, list[tuple[str, int]]] = {}
@@ -52,7 +52,7 @@ def _occurrences(module) -> collections.Counter[tuple[str, int]]:
 
 
 def _check_function(fun: Any) -> None:
-    """Refuses what is no function, and a program whose kernels are chosen already."""
+    """Refuses objects that are no function, and programs whose kernels are already chosen."""
     stage = isinstance(fun, jax.stages.Compiled | jax.stages.Lowered | jax.stages.Traced)
     if stage or isinstance(fun, jax.export.Exported):
         raise TypeError(
@@ -75,29 +75,29 @@ def explain(
 ) -> Explanation:
     """Lists every convolution of ``fun(*args, **kwargs)``: its kernel, or why XLA computes it.
 
-    The program is traced and lowered as ``jax.jit`` would, and not run. Convolutions of ``jax.lax``
-    appear too; whether our kernels take them depends on ``install`` or ``override`` being in force
-    here. A convolution whose result is neither returned nor kept in an argument that ``fun``
-    changes is not part of the program, as under ``jax.jit``.
+    The program is traced and lowered as by ``jax.jit``, but not run. Convolutions of ``jax.lax``
+    are listed too; they use this library's kernels if ``install`` or ``override`` is in force here.
+    As under ``jax.jit``, a convolution whose result is neither returned nor stored in an argument
+    that ``fun`` changes is not part of the program.
 
     Args:
         fun: a function of arrays: a plain one, or one jitted by ``jax.jit``, ``nnx.jit`` or
-            ``eqx.filter_jit``, whose static arguments are static here too.
-        args, kwargs: its arguments, as for a call. Arrays may be ``jax.ShapeDtypeStruct``; of a
+            ``eqx.filter_jit``, whose static arguments are also static here.
+        args, kwargs: its arguments, as for a call. Arrays may be ``jax.ShapeDtypeStruct``; in a
             plain function, arguments that are no arrays are constants.
-        platform: "cpu" or "cuda", by default where the arguments are. For a platform without a
-            device here, set ``JAXCONV_TARGET`` to name one, such as "sm_90a".
-        wide: print every column, one line for each convolution. By default the text has 100 columns
-            at most, and convolutions that differ in their place in the code alone are one row.
+        platform: "cpu" or "cuda", by default that of the arguments. For a platform without a device
+            here, set ``JAXCONV_TARGET`` to name one, such as "sm_90a".
+        wide: prints every column, one line for each convolution. By default lines have at most 100
+            characters, and convolutions that differ only in their source line are one row.
 
     Returns:
-        An ``Explanation``; printing it shows a summary, a table and reasons
-        (``Explanation.text``). With arguments that are sharded over several
-        devices the shapes are the whole arrays', and the kernels those they would take.
+        An ``Explanation``; printing it shows a summary, a table and reasons (``Explanation.text``).
+        With arguments sharded over several devices, shapes are those of the whole arrays, and
+        kernels those for the whole arrays.
 
     Raises:
         TypeError: ``fun`` is no function, or a program that JAX has compiled, lowered or traced.
-        ValueError: ``platform`` is another one.
+        ValueError: the ``platform`` does not exist.
     """
     if platform not in (None, *selection.PLATFORMS):
         raise ValueError(f"platform: expected 'cpu' or 'cuda', got {platform!r}")

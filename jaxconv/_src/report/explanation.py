@@ -20,8 +20,8 @@ class Explanation:
 
     Attributes:
         convolutions: one entry for each convolution of the lowered program, in its order.
-        passes: one for each pass that convolves nothing and that CUDA kernels may compute: sums,
-            moments, normalisation and pooling that ``fuse`` found.
+        passes: one entry for each pass without a convolution that CUDA kernels may compute: sums,
+            moments, normalisation and pooling found by ``fuse``.
         wide: whether it prints with every column.
     """
 
@@ -43,19 +43,19 @@ class Explanation:
 
     @property
     def flops(self) -> int:
-        """Multiplications and additions of all convolutions by definition."""
+        """Multiplications and additions of all convolutions, by their definition."""
         return sum(c.count * c.flops for c in self.convolutions)
 
     @property
     def on_kernels(self) -> int:
-        """How many convolutions take one of this library's kernels."""
+        """How many convolutions use one of this library's kernels."""
         return sum(c.count for c in self.convolutions if c.instance is not None)
 
     @property
     def missed(self) -> tuple[Convolution, ...]:
-        """Convolutions behind which ``fuse`` left an operation that a call could have taken.
+        """Convolutions after which ``fuse`` left out an operation that a call could compute.
 
-        The reason is their ``chain_end``. Those that have an epilogue carry a part of what follows.
+        The reason is their ``chain_end``. Those with an epilogue compute a part of what follows.
         """
         return tuple(c for c in self.convolutions if misses(c))
 
@@ -64,28 +64,28 @@ class Explanation:
         return str(self)
 
     def __str__(self) -> str:
-        """``text``, as wide as ``explain`` was asked for."""
+        """``text``, with the width requested from ``explain``."""
         return self.text(wide=self.wide)
 
     def text(self, *, wide: bool = False) -> str:
         """A summary, a table, and reasons.
 
-        The summary says how many convolutions take a kernel, and of a function that ``fuse`` gave,
-        how many carry what follows them and why the others do not.
+        The summary says how many convolutions use a kernel and, for a function from ``fuse``, how
+        many compute the operations that follow and why the others do not.
 
-        Rows that show the same are one row with a count. "us" and "XLA us" are the predicted times
-        of the fastest kernel and of XLA's convolution in microseconds, "-" where there is no
-        prediction. "share" is that of the row, with its count, in the operations of all; the shares
-        add up to 100 %. A kernel whose error is above the direct convolution's shows it
-        (docs/winograd.md), and one that computes an epilogue its terms.
+        Convolutions with equal text are one row with a count. "us" and "XLA us" are the predicted
+        times of the fastest kernel and of XLA's convolution in microseconds, "-" without a
+        prediction. "share" is the share of the row, including its count, in all operations; the
+        shares add up to 100 %. A kernel with a larger error than the direct convolution shows it
+        (docs/winograd.md), and a kernel with an epilogue shows its terms.
 
-        The reasons, each once with a count and the rows that have it, are those of convolutions
-        that are left to XLA, that the algorithm of ``install`` or ``override`` does not compute, or
-        whose epilogue XLA computes; then what ``fuse`` left out. Passes that convolve nothing
-        follow in a table of their own.
+        The reasons, each once with a count and its rows, concern convolutions that XLA computes,
+        that the algorithm of ``install`` or ``override`` does not compute, or whose epilogue XLA
+        computes; then operations that ``fuse`` left out. Passes without a convolution follow in a
+        separate table.
 
         Args:
-            wide: one line a row with every column, instead of 100 columns at most.
+            wide: one line per row with every column, instead of at most 100 characters.
         """
         if not self.convolutions:
             return "\n".join(["no convolutions", *_passes(self.passes)])
@@ -97,21 +97,21 @@ class Explanation:
 
 # --- rows ---
 
-# Columns of the text that is not wide, and of the numbers at a row's end.
+# The width of text that is not wide, and of the numbers at a row's end.
 _COLUMNS = 100
 _MICROSECONDS, _SHARE = 9, 7
 
-# Tenths of a per cent in the whole.
+# 100 % in tenths of a per cent.
 _WHOLE = 1000
 
 
 @dataclasses.dataclass(frozen=True)
 class _Row:
-    """Convolutions that show the same.
+    """Convolutions with equal text.
 
     Attributes:
-        members: these.
-        share: of the operations of all, in tenths of a per cent; None where that is unknown.
+        members: the convolutions.
+        share: the share of all operations, in tenths of a per cent; None if unknown.
     """
 
     members: tuple[Convolution, ...]
@@ -151,10 +151,10 @@ def _source(c: Convolution) -> str:
 
 
 def _shares(parts: Sequence[Any]) -> list[int | None]:
-    """Each part's share in the sum in tenths of a per cent, rounded so that they add up to all.
+    """Each part's share of the sum in tenths of a per cent, rounded so that they add up to 100 %.
 
-    The parts with the largest remainders are rounded up. None where there is no sum: of symbolic
-    numbers, and of nothing but zeros.
+    The parts with the largest remainders are rounded up. None for symbolic numbers and for a sum of
+    0.
     """
     if not all(isinstance(part, int) for part in parts) or not sum(parts):
         return [None] * len(parts)
@@ -203,7 +203,7 @@ def _summary(explanation: Explanation, rows: Sequence[_Row]) -> list[str]:
 
 
 def _carried(convolutions: Iterable[Convolution]) -> str:
-    """How many convolutions compute what follows them, and why the others do not; or ""."""
+    """How many convolutions compute the operations that follow, and why others do not; or ""."""
     carrying = [c for c in convolutions if _has_epilogue(c)]
     in_part = _total(c for c in carrying if misses(c))
     reasons: collections.Counter[str] = collections.Counter()
@@ -258,7 +258,7 @@ def _entries(rows: Sequence[_Row]) -> list[str]:
     """Each row in ``_COLUMNS``: the arrays and the numbers, the kernel, and the source."""
     first = max(len("row"), len(str(len(rows))))
     second = max(len("count"), *(len(str(row.count)) for row in rows))
-    indent = first + second + 11  # with "fprop", and two spaces behind each
+    indent = first + second + 11  # with "fprop", and two spaces after each
     middle = _COLUMNS - indent - 2 * _MICROSECONDS - _SHARE
 
     def line(number: str, count: str, op: str, arrays: str, *numbers: str) -> str:
@@ -286,7 +286,7 @@ def _entries(rows: Sequence[_Row]) -> list[str]:
 
 
 def _arrays(c: Convolution) -> str:
-    """Operands and result, each dtype where it differs from the one before."""
+    """Operands and result; a dtype is shown if it differs from the previous one."""
     shown, last = [], ""
     for array in (*c.operands, c.result):
         dtype, bracket, shape = array.partition("[")
@@ -300,7 +300,7 @@ def _wrapped(text: str, width: int = _COLUMNS) -> list[str]:
 
 
 def _reasons(rows: Sequence[_Row], wide: bool) -> Iterator[list[str]]:
-    """Sections of reasons: of kernels, of the algorithm asked for, of epilogues, of ``fuse``."""
+    """Sections of reasons: kernels, the requested algorithm, epilogues, ``fuse``."""
 
     def of_fuse(fused: bool) -> Callable[[Convolution], list[record.Refusal]]:
         def reasons(c: Convolution) -> list[record.Refusal]:
@@ -316,7 +316,7 @@ def _reasons(rows: Sequence[_Row], wide: bool) -> Iterator[list[str]]:
     yield _section("fused, but for what follows:", rows, of_fuse(True), wide)
 
 
-# Kernels with one reason that are named, where the text is not wide.
+# The number of kernels named for one reason, in text that is not wide.
 _NAMED = 2
 
 
@@ -326,7 +326,7 @@ def _section(
     refusals: Callable[[Convolution], Sequence[record.Refusal]],
     wide: bool,
 ) -> list[str]:
-    """Each reason once, behind the number of convolutions that have it, with its kernels."""
+    """Each reason once, after the number of its convolutions, with its kernels."""
     found: dict[record.Refusal, dict[int, int]] = {}  # row by row, how often the program has it
     for number, row in enumerate(rows, 1):
         for c in row.members:
@@ -351,7 +351,7 @@ def _section(
 
 
 def _ranges(numbers: Sequence[int]) -> str:
-    """Ascending numbers, those that follow each other as a range."""
+    """Ascending numbers, with consecutive ones as a range."""
     runs: list[list[int]] = []
     for n in numbers:
         if runs and n == runs[-1][1] + 1:
@@ -362,7 +362,7 @@ def _ranges(numbers: Sequence[int]) -> str:
 
 
 def _passes(passes: Sequence[Pass]) -> list[str]:
-    """The table of passes, and why XLA computes some. Those that show the same are one row."""
+    """The table of passes, and why XLA computes some. Passes with equal text are one row."""
     if not passes:
         return []
     counts: collections.Counter[tuple[str, ...]] = collections.Counter()

@@ -1,4 +1,4 @@
-"""``kernels``: the kernels of this installation, and what each takes."""
+"""``kernels``: the kernels of this installation, and the problems that each accepts."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from jaxconv._src.library import native
 from jaxconv._src.problem import table
 from jaxconv._src.problem.spec import ConvSpec, Op, Sizes, key_of
 
-# Each is the change that it makes to a dense 3x3 convolution of 64 to 64 channels at stride 1 of
-# two images of 16x16, which a kernel takes or refuses.
+# Each probe is a change to a dense 3x3 convolution, 64 to 64 channels, stride 1, two images of
+# 16x16. A kernel accepts or refuses it.
 _PROBES: dict[str, dict[str, Any]] = {
     "dense": {},
     "1x1": dict(window=1, pad=0),
@@ -30,10 +30,10 @@ _PROBES: dict[str, dict[str, Any]] = {
     "negative padding": dict(pad=-1),
     "epilogue": dict(epilogue=("scale", "bias", "residual", "relu")),
 }
-# What precisions mean for float32 on a GPU: one TF32 product is for DEFAULT only. Three products
-# (instances ``_3xtf32``) serve all, but nothing but their own names takes them at DEFAULT.
+# Precisions for float32 on a GPU: one TF32 product serves DEFAULT only. Three products (instances
+# ``_3xtf32``) serve all, but at DEFAULT only if they are requested by name.
 _PRECISIONS = ("default", "high", "highest")
-# Where no GPU is present to ask for. The newest architecture with kernels of its own.
+# Used without a GPU: the newest architecture with its own kernels.
 _TARGET = "sm_90a"
 
 
@@ -44,18 +44,18 @@ class Kernel:
     Attributes:
         name: the instance, ``<op>_<family>_<dtype>_<tile>_<form>``; CPU kernels have no tile.
         platform: "cpu" or "cuda".
-        op: "fprop", "dgrad" or "wgrad"; of kernels that convolve nothing, which ``fuse`` calls,
-            "masked_sums", "moments", "normalise_add", "max_pool" or "max_pool_gradient".
-        family: its kernel family, which ``algorithm`` takes too.
+        op: "fprop", "dgrad" or "wgrad"; for kernels of passes, which ``fuse`` calls, "masked_sums",
+            "moments", "normalise_add", "max_pool" or "max_pool_gradient".
+        family: its kernel family, which ``algorithm`` also accepts.
         dtype: that of its operands, as in the name: "f32", "bf16", "f16", "s8", "u8".
-        takes: the kinds of problems that it accepts, found by asking it: of a dense 3x3 convolution
-            of 64 channels ("dense"), and of that convolution changed in one respect: "1x1",
-            "1-D", "3-D", "strides", "dilation", "input dilation" (a transposed convolution),
+        takes: the kinds of problems that it accepts, found by planning them: a dense 3x3
+            convolution of 64 channels ("dense"), and that convolution changed in one respect:
+            "1x1", "1-D", "3-D", "strides", "dilation", "input dilation" (a transposed convolution),
             "groups" (of 16 channels), "depthwise", "3 input channels", "odd channels", "batched"
             (``vmap`` over both operands), "negative padding", "epilogue" (scale, bias, residual and
-            activation in the same call). A kernel with none of them takes
-            special problems only. Of a kernel that convolves nothing its form, as in the name.
-        precisions: the precisions that it serves of "default", "high" and "highest".
+            activation in the same call). A kernel with none of them accepts special problems only.
+            For a kernel of a pass, its form, as in the name.
+        precisions: those of "default", "high" and "highest" that it serves.
     """
 
     name: str
@@ -72,9 +72,8 @@ class Kernels:
     """The kernels of an installation: a sequence of ``Kernel`` that prints as a table.
 
     Attributes:
-        entries: all kernels, by platform, in the order in which selection prefers them among
-            equals.
-        missing: of each platform without kernels, why.
+        entries: all kernels, by platform; among equally fast kernels, selection prefers the first.
+        missing: for each platform without kernels, why.
     """
 
     entries: tuple[Kernel, ...]
@@ -97,7 +96,7 @@ class Kernels:
         return str(self)
 
     def __str__(self) -> str:
-        """The table, one line for each kernel, and the platforms that have none."""
+        """The table, one line for each kernel, and the platforms without kernels."""
         header = ("platform", "kernel", "family", "precision", "takes")
         rows = [
             (k.platform, k.name, k.family, _precisions(k), ", ".join(k.takes) or "special problems")
@@ -151,7 +150,7 @@ def _key(
 
 
 def _keys(op: Op, dtype: str, precision: str, probe: Mapping[str, Any]) -> Iterator[str]:
-    """The keys of a probe, in every layout that there is for it."""
+    """The keys of a probe, in every layout that exists for it."""
     yield _key(op, dtype, [], precision, **probe)
     if dtype not in ("s8", "u8"):
         return
@@ -189,25 +188,24 @@ def _pass(platform: native.Platform, name: str, family: str, op: str) -> Kernel:
 
 
 def kernels(platform: str | None = None, *, target: str | None = None) -> Kernels:
-    """Lists the kernels of this installation, with what each takes.
+    """Lists the kernels of this installation, with the problems that each accepts.
 
         print(jaxconv.kernels("cpu"))
         [k.name for k in jaxconv.kernels() if k.op == "wgrad" and "depthwise" in k.takes]
 
-    What a kernel takes is found by asking it about a dozen small problems. Which kernel one
-    problem of yours gets, ``jaxconv.explain`` tells.
+    Each kernel is tested on about a dozen small problems. ``jaxconv.explain`` shows the kernel of a
+    particular problem.
 
     Args:
         platform: "cpu" or "cuda"; both by default.
-        target: of CUDA kernels, the architecture or product that is asked for, such as "sm_90a" or
-            "l40s"; by default ``$JAXCONV_TARGET``, or the GPU of this process, or "sm_90a" where
-            there is none.
+        target: for CUDA kernels, the architecture or product, such as "sm_90a" or "l40s"; by
+            default ``$JAXCONV_TARGET``, or the GPU of this process, or "sm_90a" without a GPU.
 
     Returns:
         A ``Kernels``; printing it shows a table.
 
     Raises:
-        ValueError: ``platform`` is another one, or there is no such ``target``.
+        ValueError: the ``platform`` or ``target`` does not exist.
     """
     if platform not in (None, *native.PLATFORMS):
         raise ValueError(f"platform: expected 'cpu' or 'cuda', got {platform!r}")

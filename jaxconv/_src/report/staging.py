@@ -1,4 +1,4 @@
-"""The program of any function that a user may call, with what the function changes in place."""
+"""Traces any function that a user may call, including its changes in place."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ def trace(fun: Callable, args: tuple, kwargs: dict[str, Any]) -> jax.stages.Trac
     """Traces ``fun(*args, **kwargs)``, without running it.
 
     Args:
-        fun: any function. One that is jitted, by ``jax.jit`` or by a wrapper such as ``nnx.jit``,
-            has its own static arguments, and returns what it changes in place. Of another one,
+        fun: any function. A function jitted by ``jax.jit``, or by a wrapper such as ``nnx.jit``,
+            has its own static arguments, and returns what it changes in place. In other functions,
             arguments that are no arrays are constants.
         args, kwargs: its arguments; arrays may be ``jax.ShapeDtypeStruct``.
 
     Returns:
-        The traced program. Whatever ``fun`` computes for its result, or stores in its arguments, in
-        what it captures or in the object that it is a method of, is a result of the program; the
-        user's own objects stay as they are.
+        The traced program. Its results are everything that ``fun`` returns or stores in its
+        arguments, in captured objects or in the object of a method; the user's objects stay
+        unchanged.
     """
     return _staged(fun, args, kwargs) or _plain(fun, args, kwargs)
 
@@ -42,12 +42,12 @@ def _staged(fun: Callable, args: tuple, kwargs: dict[str, Any]) -> jax.stages.Tr
     if not isinstance(fun, jax.stages.Wrapped):
         return None
     traced = fun.trace(*args, **kwargs)
-    inner = getattr(traced, "traced", traced)  # nnx.jit's is a wrapper too
+    inner = getattr(traced, "traced", traced)  # nnx.jit also returns a wrapper
     return inner if isinstance(inner, jax.stages.Traced) else None
 
 
 def _plain(fun: Callable, args: tuple, kwargs: dict[str, Any]) -> jax.stages.Traced:
-    """The program of a function that is not jitted, or jitted by a wrapper without ``trace``."""
+    """The program of a function that is not jitted, or by a wrapper without ``trace``."""
     leaves, tree = jax.tree.flatten((args, kwargs))
     arrays = {str(i): leaf for i, leaf in enumerate(leaves) if _is_array(leaf)}
 
@@ -67,7 +67,7 @@ def _is_array(leaf: Any) -> bool:
 
 
 def _flatten(value: Any) -> tuple[list[Any], Any]:
-    """``jax.tree.flatten``; whatever cannot be flattened, such as odd keys, is a leaf."""
+    """``jax.tree.flatten``; an object that cannot be flattened (unusual keys) is a leaf."""
     try:
         return jax.tree.flatten(value)
     except Exception:
@@ -75,7 +75,7 @@ def _flatten(value: Any) -> tuple[list[Any], Any]:
 
 
 def _computed(value: Any) -> list[jax.Array]:
-    """What tracing found in a pytree, and in the attributes of leaves that are no pytrees."""
+    """The traced arrays in a pytree, and in the attributes of leaves that are no pytrees."""
     leaves, _ = _flatten(value)
     parts = [part for leaf in leaves for part in (leaf, *_attributes(leaf))]
     return [array for part in parts for array in _flatten(part)[0] if compat.is_traced(array)]
@@ -88,7 +88,7 @@ def _attributes(value: Any) -> list[Any]:
 
 
 def _copied(value: Any) -> Any:
-    """A copy of a pytree that holds arrays, such as a module; anything else as it is."""
+    """A copy of a pytree that holds arrays, such as a module; other objects unchanged."""
     leaves, tree = _flatten(value)
     if jax.tree_util.treedef_is_leaf(tree) or not any(map(_is_array, leaves)):
         return value
@@ -96,10 +96,10 @@ def _copied(value: Any) -> Any:
 
 
 def _with_own_state(fun: Callable) -> tuple[Callable, Callable[[], list[Any]]]:
-    """A copy of a function, method or module on copies of the pytrees that it captures.
+    """A copy of a function, method or module with copies of the pytrees that it captures.
 
-    A step may change a captured module in place. Changed while tracing, the user's own would hold
-    tracers afterwards, and Flax refuses to change one that was made outside.
+    A step may change a captured module in place. If the user's module were changed while tracing,
+    it would hold tracers afterwards; Flax also refuses to change a module made outside.
 
     Returns:
         The copy, and a function that returns all that it captures.
@@ -140,7 +140,7 @@ def _copied_object(owner: Any) -> Any:
         return own
     try:
         own = copy.copy(owner)
-    except Exception:  # a class may forbid it
+    except Exception:  # a class may forbid copies
         return owner
     vars(own).update({name: _copied(value) for name, value in vars(owner).items()})
     return own

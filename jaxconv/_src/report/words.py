@@ -1,4 +1,4 @@
-"""Reasons of ``fuse``, which name primitives, in the words of JAX's users."""
+"""Translates reasons of ``fuse``, which name primitives, for JAX's users."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ _WORDS = {
 }
 _NUMBERS = ("two", "three", "four", "five", "six", "seven", "eight", "nine")
 
-# What ``fuse_program`` says before a batch norm whose statistics the call gives.
+# The reason of ``fuse_program`` before a batch norm whose statistics the call returns.
 _STATISTICS = "what follows takes the statistics of the whole result"
 
-# Reasons that are no sentence about readers, as they are told.
+# The text of reasons that are not about readers.
 _SAID = {
     "its result is returned and used": "the function returns it, too",
     "it is computed as dgrad, which has no epilogue": "transposed convolutions have no epilogue",
@@ -85,6 +85,6 @@ def _word(name: str) -> str:
 
 
 def misses(convolution: Convolution) -> bool:
-    """Whether something behind a convolution could be part of its call, and is not."""
+    """Whether an operation after a convolution could be part of its call, but is not."""
     served = convolution.chain_end == _STATISTICS and "statistics" in convolution.epilogue
     return bool(convolution.chain_end) and not served

@@ -1,1 +1,1 @@
-"""How a call is split over devices, on every kind of mesh."""
+"""The partition of a call over devices, on every kind of mesh."""

@@ -1,4 +1,4 @@
-"""Which device holds what, read off the shardings that XLA's partitioner hands to a callback."""
+"""The layout of devices, from the shardings that XLA's partitioner passes to a callback."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ def _radices(count: int) -> Iterator[tuple[int, ...]]:
 class DeviceLayout:
     """The devices of a program as a mesh whose axes all have prime size.
 
-    The program's own mesh is often unknown while lowering, and XLA may split over a part of one of
-    its axes. All that matters is which devices hold which part, and every tiling that comes of a
-    mesh is one of the mesh of its axes' prime factors.
+    The program's own mesh is often unknown at lowering, and XLA may split over a part of one of its
+    axes. Only the assignment of parts to devices matters, and every tiling of a mesh is also a
+    tiling of the mesh of its axes' prime factors.
 
     Attributes:
         whole: all devices.
-        split: those that XLA splits over, in the order in which it numbers them; the others' axes
-            are manual already.
+        split: the devices over which XLA splits, in the order of its numbers; the other axes are
+            already manual.
     """
 
     whole: AbstractMesh
     split: AbstractMesh
 
     def read(self, sharding, rank: int) -> Partitions | None:
-        """One of XLA's shardings as mesh axes; None where it leaves the sharding open."""
+        """One of XLA's shardings as mesh axes; None if it is open."""
         if sharding is None:
             return None
         tiling = sharding._to_xla_hlo_sharding(rank)
@@ -52,17 +52,17 @@ class DeviceLayout:
 
 @dataclasses.dataclass(frozen=True)
 class Arrangement:
-    """How the devices of a program are arranged, as far as its lowering knows.
+    """The arrangement of a program's devices, as far as known at lowering.
 
-    Where some mesh axes are manual, XLA hands out shardings over the devices along the others,
-    which it numbers in the order in which the operation's result is split. These shardings do not
-    tell two axes of one size from each other; that of an array split over all of them, in the
+    If some mesh axes are manual, XLA passes shardings over the devices along the others, which it
+    numbers in the order in which the operation's result is split. These shardings do not
+    distinguish two axes of equal size; the sharding of an array split over all of them, in the
     mesh's order, does.
 
     Attributes:
-        axes: size of every mesh axis, and whether it is manual, as ``compat.device_axes``.
-        numbers: XLA's number of each device that it splits over, in the mesh's order. By default
-            these are in order.
+        axes: size of every mesh axis, and whether it is manual, as in ``compat.device_axes``.
+        numbers: XLA's number of each device over which it splits, in the mesh's order; ascending by
+            default.
     """
 
     axes: tuple[tuple[int, bool], ...]
@@ -78,12 +78,12 @@ class Arrangement:
         return not any(manual for _, manual in self.axes)
 
     def numbered(self, sharding, rank: int) -> Arrangement:
-        """With the numbers in XLA's sharding of an array that ``compat.split_over_all`` made."""
+        """The same with the numbers from XLA's sharding of ``compat.split_over_all``'s array."""
         found = compat.tiling_devices(sharding._to_xla_hlo_sharding(rank))
         return dataclasses.replace(self, numbers=found)
 
     def layouts(self) -> Iterator[DeviceLayout]:
-        """One for every order of the axes' prime factors in which the numbers make a mesh."""
+        """A layout for every order of the axes' prime factors in which the numbers form a mesh."""
         for radices in itertools.product(*(_radices(size) for size, _ in self.axes)):
             named = [
                 (f"d{i}_{j}", size, manual)
@@ -96,7 +96,7 @@ class Arrangement:
                 yield DeviceLayout(_mesh(named), _mesh([split[i] for i in order]))
 
     def _order(self, sizes: Sequence[int]) -> Sequence[int] | None:
-        """The axes of these sizes, outermost first by the numbers; None where that is no order."""
+        """The axes of these sizes, outermost first by the numbers; None if none fits."""
         if not self.numbers:
             return range(len(sizes))
         numbers = np.reshape(self.numbers, sizes)
@@ -114,7 +114,7 @@ def _mesh(axes: Sequence[tuple[str, int, bool]]) -> AbstractMesh:
 def read_shardings(
     devices: Arrangement, shardings: Sequence, ranks: Sequence[int]
 ) -> tuple[DeviceLayout, list]:
-    """All shardings of one operation over one layout. Any that come of no mesh are replicated."""
+    """All shardings of one operation over one layout; those of no mesh are replicated."""
     for layout in devices.layouts():
         try:
             return layout, [layout.read(s, r) for s, r in zip(shardings, ranks, strict=True)]

@@ -1,4 +1,4 @@
-"""Arrays on explicit meshes, whose types say how they are split over devices."""
+"""Arrays on explicit meshes, whose types include their partition over devices."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from jaxconv._src.sharding.device_layout import Partitions
 
 
 def mesh_of(*avals) -> AbstractMesh | None:
-    """The mesh of some types if it has explicit axes, along which a sharding is part of the type.
+    """The mesh of some types if it has explicit axes, for which a sharding is part of the type.
 
     Raises:
-        ShardingTypeError: the types are of different meshes.
+        ShardingTypeError: the types have different meshes.
     """
     meshes = {aval.sharding.mesh for aval in avals if not aval.sharding.mesh.empty}
     meshes = {mesh for mesh in meshes if AxisType.Explicit in mesh.axis_types}
@@ -42,7 +42,7 @@ def partition_spec(partitions: Partitions) -> PartitionSpec:
 
 
 def given_partitions(aval) -> Partitions:
-    """How a type says that its array is split."""
+    """The partition in the type of an array."""
     spec = tuple(aval.sharding.spec)
     axes = [(a,) if isinstance(a, str) else tuple(a or ()) for a in spec]
     return (*axes, *((),) * (len(aval.shape) - len(axes)))
@@ -60,10 +60,10 @@ def like(array: jax.Array, aval) -> jax.Array:
 
 
 def with_out_sharding(array: jax.Array, out_sharding) -> jax.Array:
-    """A result with the sharding that the caller demands by the ``out_sharding`` of lax.
+    """A result with the sharding that the caller demands by lax's ``out_sharding``.
 
     Raises:
-        TypeError, ValueError: as lax does, for one that names no explicit mesh axes.
+        TypeError, ValueError: as in lax, for a sharding that names no explicit mesh axes.
     """
     sharding = compat.canonical_out_sharding(out_sharding, "conv_general_dilated")
     if sharding is None or AxisType.Explicit not in sharding.mesh.axis_types:
@@ -87,7 +87,7 @@ def _reshape(array: jax.Array, shape: Sequence[int], given: Sequence) -> jax.Arr
 
 
 def _dividing(array: jax.Array, axes: tuple[str, ...], extent: int) -> tuple[str, ...]:
-    """The first of some mesh axes, as many as split an extent into equal parts."""
+    """The longest prefix of some mesh axes that splits an extent into equal parts."""
     sizes = jax.typeof(array).sharding.mesh.shape
     while extent % math.prod(sizes[axis] for axis in axes):
         axes = axes[:-1]
@@ -119,7 +119,7 @@ def merge_axes(array: jax.Array, axis: int, count: int) -> jax.Array:
 def move_groups(array: jax.Array, source: int, target: int | None, groups: int) -> jax.Array:
     """Moves the outer ``groups`` of one axis to the outside of another, ``target``.
 
-    Where that is None, they become an axis of their own, the first.
+    If ``target`` is None, they become a separate first axis.
     """
     if groups == 1 and target is not None:
         return array

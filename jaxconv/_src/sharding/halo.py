@@ -1,19 +1,19 @@
-"""Spatial axes split over devices: which rows every device reads, and how it gets them.
+"""Spatial axes split over devices: the rows that every device reads, and their exchange.
 
 A device computes an even share of the result's rows. The rows of the operand that its windows read
-begin and end elsewhere than its share of that operand: it receives what it lacks from its
-neighbours by collective permutes, as many rows as the window reaches over, from several neighbours
-where their shares are smaller than that. Padding is not sent: a device of the edge reads zeros.
+differ from its share of that operand. It receives the missing rows, as many as the window overlaps,
+from its neighbours by collective permutes; from several neighbours if their shares are smaller.
+Padding is not sent: devices at the edge read zeros.
 
-``plan`` finds the rows with integers alone, for all devices, and ``exchange`` moves them. "Rows"
-are positions along the one axis that a plan is about, whichever axis that is.
+``plan`` computes the rows of all devices with integers only, and ``exchange`` moves them. "Rows"
+are positions along the axis of a plan, for any axis.
 
     fprop   every device computes rows of y; x is exchanged
     dgrad   every device computes rows of dx; dy is exchanged (a convolution too, see ``as_fprop``)
     wgrad   every device sums over its rows of dy; x is exchanged as in fprop
 
-Extents need not divide by the number of devices. XLA's shares are then all of the rounded-up size,
-and what lies beyond the end holds arbitrary values: these rows are read as zeros.
+Extents need not be multiples of the number of devices. XLA's shares then all have the rounded-up
+size, and rows past the end hold arbitrary values; they are read as zeros.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ class HaloPlan:
 
     Attributes:
         share: rows of the exchanged operand on every device.
-        extent: rows of that operand that exist and are read at all.
+        extent: rows of that operand that exist and are read.
         first: the first row that the device reads; may lie in the padding.
-        count: how many rows it reads.
-        before, after: how many of these it lacks before and after its own. What its own rows of the
-            result do not depend on is none of them, and read as zeros or as another row.
+        count: the number of rows that it reads.
+        before, after: the number of these that it lacks before and after its own. Rows on which its
+            own result does not depend are not counted; they are read as zeros or as another row.
         skip: rows of the local result before the device's own.
         result: rows of the result on every device (fprop, dgrad), or of dy (wgrad).
-        result_extent: how many of these exist on all devices together.
-        in_extent, padding: of the local convolution, in the terms of ``ConvSpec``.
+        result_extent: the number of these that exist on all devices together.
+        in_extent, padding: those of the local convolution, as in ``ConvSpec``.
     """
 
     share: int
@@ -66,9 +66,9 @@ class HaloPlan:
 
     @property
     def gathers(self) -> bool:
-        """Whether one all-gather moves as little as the permutes would.
+        """Whether one all-gather moves no more than the permutes.
 
-        A device then lacks as many rows as all the others have, or waits for as many neighbours.
+        A device then lacks as many rows as all others have, or needs as many neighbours.
         """
         others = self.parts - 1
         lacks = max(map(sum, zip(self.before, self.after, strict=True)))
@@ -80,9 +80,9 @@ class HaloPlan:
 def plan(op: Op, spec: ConvSpec, axis: int, parts: int, even: bool = False) -> HaloPlan | None:
     """The plan for splitting spatial axis ``axis`` over ``parts`` devices, or None.
 
-    There is none, and the axis stays whole, where ``even`` is asked for (types of an explicit mesh)
-    and an extent does not divide; for wgrad of a dilated x where the zeros would begin differently
-    on every device; and where every device would read all rows and some would compute nothing.
+    There is none, and the axis stays whole, in three cases: ``even`` is set (types of an explicit
+    mesh) and an extent does not divide; in wgrad of a dilated x, the zeros would begin differently
+    on each device; every device would read all rows and some would compute nothing.
     """
     conv = as_fprop(op, spec) if op is Op.DGRAD else spec
     extents = (conv.in_spatial[axis], conv.out_spatial[axis])
@@ -94,7 +94,7 @@ def plan(op: Op, spec: ConvSpec, axis: int, parts: int, even: bool = False) -> H
     window = dilated_extent(conv.filter_spatial[axis], conv.dilation[axis])
     extent, result_extent = extents
     share, result = (-(-e // parts) for e in extents)
-    # With a dilated operand, all devices begin to compute at rows whose windows lie alike between
+    # With a dilated operand, all devices begin at rows whose windows have the same position between
     # the zeros.
     aligned = dilation // math.gcd(dilation, stride)
     own = [p * result for p in range(parts)]
@@ -110,7 +110,7 @@ def plan(op: Op, spec: ConvSpec, axis: int, parts: int, even: bool = False) -> H
     first = tuple((b + lead) // dilation for b in begin)
     count = max(1, (span - 1 - lead) // dilation + 1)
     if op is Op.WGRAD and result_extent < parts * result:
-        # Rows that only the windows of missing rows of dy read: a NaN there times zero is one.
+        # Rows that only windows of missing rows of dy read: a NaN there times zero would be NaN.
         last = (result_extent - 1) * stride + window - 1 - low
         extent = max(1, min(extent, last // dilation + 1))
     lacking = []
@@ -131,7 +131,7 @@ def plan(op: Op, spec: ConvSpec, axis: int, parts: int, even: bool = False) -> H
             [window],
             [dilated_extent(count, dilation)],
         )
-        # As much high padding gives the same extent of dy; cropping would need an operation.
+        # This high padding gives the same extent of dy; cropping would need an operation.
         padding = (lo, max(hi, min(0, hi + dilation - 1)))
     found = HaloPlan(
         share,
@@ -150,7 +150,7 @@ def plan(op: Op, spec: ConvSpec, axis: int, parts: int, even: bool = False) -> H
 
 
 def local_spec(spec: ConvSpec, plans: dict[int, HaloPlan]) -> ConvSpec:
-    """The spec of one device's part, of operands that are exchanged; plans by spatial axis."""
+    """The spec of one device's part, for exchanged operands; plans by spatial axis."""
     extents, padding = list(spec.in_spatial), list(spec.padding)
     for axis, found in plans.items():
         extents[axis], padding[axis] = found.in_extent, found.padding
@@ -159,11 +159,11 @@ def local_spec(spec: ConvSpec, plans: dict[int, HaloPlan]) -> ConvSpec:
 
 @dataclasses.dataclass(frozen=True)
 class Devices:
-    """The devices that one array axis is split over, numbered as the shares lie in the array.
+    """The devices over which one array axis is split, numbered in the order of the shares.
 
     Over several mesh axes, ``lax.axis_index`` and ``lax.all_gather`` number devices in the order of
-    the names that they are given, ``lax.ppermute`` in the mesh's. Numbers here and in a
-    ``HaloPlan`` are of the first kind.
+    the given names, ``lax.ppermute`` in the mesh's order. Numbers here and in a ``HaloPlan`` are of
+    the first kind.
 
     Attributes:
         names: the mesh axes, outermost first.
@@ -191,7 +191,7 @@ class Devices:
         return lax.all_gather(array, self.names, axis=at, tiled=True)
 
     def permuted(self, array: jax.Array, pairs: Iterable[tuple[int, int]]) -> jax.Array:
-        """What another device sent, by pairs of source and target; zeros where none did."""
+        """The array from another device, by pairs of source and target; zeros if none sent one."""
         ordered = tuple(name for name in self.mesh if name in self.names)
         numbers = np.arange(self.count).reshape([self.mesh[name] for name in ordered])
         number = numbers.transpose([ordered.index(name) for name in self.names]).ravel().tolist()
@@ -232,9 +232,9 @@ def exchange(array: jax.Array, at: int, devices: Devices, plan: HaloPlan) -> jax
 
     Args:
         array: the share.
-        at: the array's axis that is split.
-        devices: those that it is split over.
-        plan: of the operation.
+        at: the split axis of the array.
+        devices: the devices over which it is split.
+        plan: the operation's plan.
     """
     if plan.extent < plan.parts * plan.share:
         array = existing(array, at, devices, plan.extent)
@@ -261,16 +261,16 @@ def exchange(array: jax.Array, at: int, devices: Devices, plan: HaloPlan) -> jax
 
 
 def own_rows(result: jax.Array, at: int, devices: Devices, plan: HaloPlan) -> jax.Array:
-    """One device's share of the result, of all rows that it computed."""
+    """One device's share of the result, from all rows that it computed."""
     if result.shape[at] == plan.result:
         return result
     return _slice(result, at, devices.own(plan.skip), plan.result)
 
 
 def placed_rows(own: jax.Array, at: int, devices: Devices, plan: HaloPlan, rows: int) -> jax.Array:
-    """A device's share of a term of the result among all ``rows`` that it computes; zeros beside.
+    """A device's share of a term of the result, padded with zeros to all ``rows`` it computes.
 
-    What ``own_rows`` takes of the sum of term and result is then the same as without the rest.
+    ``own_rows`` of the sum of term and result then equals the sum of the shares.
     """
     if own.shape[at] == rows:
         return own

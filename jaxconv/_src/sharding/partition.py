@@ -1,26 +1,26 @@
-"""How operations are split over devices: one algebra, under every way JAX has to shard.
+"""The partition of operations over devices: one algebra for all of JAX's sharding modes.
 
 A convolution has the *factors* batch, n, c, k and one for every spatial axis of x and y (s0, s1,
-s2); those of the filter are never split. With groups, the channel axes of x and y and the filter's
-k run group by group, and only whole groups are split: the factor g stands for all three, and the
-filter's c stays whole. Every array of a call is a ``Tensor``, which says which of its axes have
-which factor, and how many elements of an axis stay together: a group's channels, or a block of 32
-that a layout stores together. Terms of an epilogue are split as the axes of y that they lie along.
+s2); the filter's spatial axes are never split. With groups, the channel axes of x and y and the
+filter's k run group by group, and only whole groups are split: the factor g replaces all three, and
+the filter's c stays whole. Every array of a call is a ``Tensor``, which assigns factors to its
+axes, and says how many elements of an axis stay together: a group's channels, or a block of 32 in a
+layout. Terms of an epilogue are split like the corresponding axes of y.
 
-Each operation has factors that its result lacks (fprop: c, dgrad: k, wgrad: n and the spatial ones;
-no channels in groups). Splitting those needs a sum of the partial results over devices, and
-splitting spatial ones an exchange of the rows that windows share (``halo``); splitting any other
-one needs no communication.
+The result of each operation lacks some factors (fprop: c, dgrad: k, wgrad: n and the spatial ones;
+with groups no channels). Splitting these needs a sum of partial results over devices. Splitting
+spatial factors needs an exchange of the rows that windows share (``halo``). Splitting any other
+factor needs no communication.
 
-A pass over arrays (``split_pass``) says which factors its axes have, and the algebra is the same.
+A pass over arrays (``split_pass``) assigns factors to its axes; the algebra is the same.
 
-Three kinds of meshes lead here:
+There are three kinds of meshes:
 
 - automatic (``jit`` with shardings): the lowering emits ``custom_partitioning``; XLA's partitioner
   then asks ``_Partitioned`` for the program of one device;
 - explicit (axis types ``Explicit``): the types say who holds what, ``result_shardings`` while
   tracing, and ``_map_explicit`` lowers through ``shard_map``;
-- manual (``shard_map``): the arrays are one device's already, and nothing is done.
+- manual (``shard_map``): the arrays already belong to one device, so nothing is done.
 """
 
 from __future__ import annotations
@@ -62,11 +62,11 @@ from jaxconv._src.sharding.splittable import (
 if TYPE_CHECKING:
     from jaxconv._src.call.call import Call
 
-# The axes of each tensor that can be split at all, besides the spatial ones of x and y.
+# The axes of each tensor that can be split, in addition to the spatial ones of x and y.
 _AXES = {"x": ("batch", "n", "c"), "w": ("batch", "c", "k"), "y": ("batch", "n", "k")}
 SPATIAL = ("s0", "s1", "s2")  # the factors of spatial axes
 
-# What errors call the axes of a factor.
+# The names of a factor's axes in errors.
 _WORDS = {
     "n": "batch",
     "s0": "spatial axes of x",
@@ -77,7 +77,7 @@ _WORDS = {
 
 
 def tensor(spec: ConvSpec, role: str, shape: Sequence[int], name: str = "") -> Tensor:
-    """An array with the axes of ``role``, by default the tensor of that role."""
+    """An array with the axes of ``role``, by default that tensor itself."""
     axes: list[Factor | None] = [None] * len(shape)
     for factor, axis in factors(spec, role).items():
         axes[axis] = channel(spec, role, shape[axis]) if factor == "g" else Factor(factor)
@@ -108,7 +108,7 @@ def factors(spec: ConvSpec, role: str) -> dict[str, int]:
 
 
 def contracted(operands: Sequence[Tensor], result: Tensor) -> list[str]:
-    """The factors that are summed over; the channels of one group are none."""
+    """The factors over which the operation sums, except the channels of one group."""
     lhs, rhs = (tensor.extents() for tensor in operands[:2])
     return [name for name in lhs if name in rhs and result.axis(name) is None]
 
@@ -116,11 +116,11 @@ def contracted(operands: Sequence[Tensor], result: Tensor) -> list[str]:
 def _received(
     tensors: Sequence[Tensor], mesh: Mapping[str, int], given: Sequence, split: Split
 ) -> float:
-    """How many elements each device receives, but for rows of neighbours; arguments of ``choose``.
+    """The elements that each device receives, without neighbours' rows; arguments of ``choose``.
 
-    That is what it lacks of its parts of the operands and of the result as given, and sums. A sum
-    over devices costs as much as gathering the result, and that again for its return, but where the
-    result is then split over the same axes: XLA scatters it.
+    These are the elements that it lacks of its parts of the operands and of the given result, and
+    sums. A sum over devices costs as much as gathering the result twice; once if the result is then
+    split over the same axes, because XLA scatters it.
     """
     total = 0.0
     for each, held in zip(tensors, given, strict=True):
@@ -146,21 +146,21 @@ def choose(
     even: bool = False,
     terms: Sequence[tuple[Tensor, Partitions]] = (),
 ) -> Split:
-    """The mesh axes of every factor, from how the operands, and perhaps the result, are split.
+    """The mesh axes of every factor, from the partition of the operands and possibly the result.
 
-    A mesh axis serves one factor. Where two ask for it, batch, n and spatial axes come first (the
-    activations stay where they are, a filter is gathered). Between input and output channels the
-    devices receive as little as possible (``_received``); of equal ones, the contracted channels
-    come first. Of two tensors that split one factor differently, the finer split is kept; of equal
-    ones, that of x or y.
+    A mesh axis serves one factor. If two factors claim it, batch, n and spatial axes come first
+    (activations stay in place, a filter is gathered). Between input and output channels, the choice
+    minimises the received elements (``_received``); with a tie, the contracted channels come first.
+    If two tensors split one factor differently, the finer split is kept; with a tie, that of x or
+    y.
 
     Args:
         op, spec: the operation.
         tensors: the left operand, the right one and the result.
         mesh: size of every mesh axis.
         given: ``Partitions`` of these (None: open).
-        even: whether spatial axes, too, are only split where their extents divide.
-        terms: of an epilogue, and how they are split; they come last.
+        even: whether spatial axes are also split only if their extents divide.
+        terms: the terms of an epilogue and their partitions; they come last.
     """
     extents = {name: extent for each in tensors for name, extent in each.extents().items()}
 
@@ -192,17 +192,17 @@ def choose(
 def choose_for(
     call: Call, tensors: Tensors, mesh: Mapping[str, int], given: Sequence, explicit: bool
 ) -> Split:
-    """``choose`` for a call, from how its arrays are split, as ``Splittable.choose_split``.
+    """``choose`` for a call, from the partition of its arrays, as in ``Splittable.choose_split``.
 
-    On explicit meshes it is by the types of all operands: what a term is split over, lax's type of
-    the result is too.
+    On explicit meshes the types of all operands decide: lax's type of the result is also split over
+    the axes of a term.
     """
     operands, results = tensors
     leading, y = [*operands[:2], results[0]], given[len(operands)]
     if explicit:
         terms = list(zip(operands[2:], given[2 : len(operands)], strict=True))
         return choose(call.op, call.conv, leading, mesh, [*given[:2], None], True, terms)
-    if y is None:  # open: as a term of the result's shape, which the result meets
+    if y is None:  # open: like a term of the result's shape, which the result meets
         alike = [i for i, a in enumerate(operands[2:], 2) if a.axes == results[0].axes]
         y = given[alike[0]] if alike else None
     return choose(call.op, call.conv, leading, mesh, [*given[:2], y], call.even)
@@ -211,7 +211,7 @@ def choose_for(
 def sum_over(array: jax.Array, axes: Sequence[str]) -> jax.Array:
     """The sum of all devices' arrays along some mesh axes.
 
-    Where other axes are automatic, XLA:CPU (jaxlib 0.10.2) ends the process over a sum in 16 bits.
+    If other axes are automatic, XLA:CPU (jaxlib 0.10.2) ends the process at a sum in 16 bits.
     """
     if not axes:
         return array
@@ -222,16 +222,17 @@ def sum_over(array: jax.Array, axes: Sequence[str]) -> jax.Array:
 
 
 def merge_moments(moments: jax.Array, names: tuple[str, ...], parts: int, count: int) -> jax.Array:
-    """The statistics of all devices' parts, of ``count`` elements of a channel each.
+    """The statistics over all devices' parts, each of ``count`` elements of a channel.
 
-    With mean_i and M_i of part i, (..., 2, C), and averages over the parts, one all-reduce gives
+    With mean_i and M_i of part i, (..., 2, C), and avg over the parts, one all-reduce gives
 
         mean = avg of mean_i,   M / (parts * count) = avg of (mean_i^2 + M_i / count) - mean^2
 
     in float64. With r = |mean| / deviation, the sums' roundings give M a relative error of at most
-    (parts + 4) 2^-53 r^2: 3e-7 for 256 parts and r = 3000. Deviations of the means from the whole
-    mean, which need a second all-reduce, are hardly more accurate: each mean_i is rounded to
-    float32, which gives M an error of up to 2^-23 r, 4e-4 for r = 3000, where the means differ.
+    (parts + 4) 2^-53 r^2: 3e-7 for 256 parts and r = 3000. Using the deviations of the means from
+    the total mean would need a second all-reduce and be hardly more accurate: each mean_i is
+    rounded to float32, which already gives M an error of up to 2^-23 r, 4e-4 for r = 3000, if the
+    means differ.
     """
     with jax.enable_x64(True):
         wide = moments.astype(np.float64)
@@ -247,9 +248,9 @@ class Part:
     """One device's part of a call.
 
     Attributes:
-        call: the whole one.
+        call: the whole call.
         operands, results: its arrays.
-        split: mesh axes per factor.
+        split: the mesh axes of each factor.
         mesh: size of every mesh axis.
         plans: the exchange of rows by spatial axis.
     """
@@ -274,7 +275,7 @@ class Part:
 
     @property
     def conv(self) -> ConvSpec:
-        """The convolution of the device, of operands whose rows were exchanged."""
+        """The device's convolution, for operands after the exchange of rows."""
         local = halo.local_spec(self.call.conv, self.plans)
         return dataclasses.replace(local, groups=local.groups // self.parts("g"))
 
@@ -286,16 +287,16 @@ class Part:
 
     @property
     def computes_more(self) -> bool:
-        """Whether the device computes rows of y that are not its own."""
+        """Whether the device computes rows of y outside its part."""
         rows = self.conv.out_spatial
         return any(rows[at] != plan.result for at, plan in self.plans.items())
 
     def parts(self, *names: str) -> int:
-        """Over how many devices some factors are split."""
+        """The number of devices over which some factors are split."""
         return math.prod(parts_of(self.split.get(name, ()), self.mesh) for name in names)
 
     def _rows(self, array: Tensor):
-        """Axis, devices and plan of every split axis of positions."""
+        """Axis, devices and plan of every split spatial axis."""
         for at, plan in self.plans.items():
             if (axis := array.axis(SPATIAL[at])) is not None:
                 yield axis, halo.Devices(self.split[SPATIAL[at]], self.mesh), plan
@@ -333,7 +334,7 @@ class Part:
 
 @dataclasses.dataclass(frozen=True)
 class _Partitioned:
-    """An operation as ``custom_partitioning`` sees it: its static half, and its callbacks."""
+    """An operation for ``custom_partitioning``: its static parameters and callbacks."""
 
     call: Splittable
     shapes: tuple[tuple[int, ...], ...]  # of the operands
@@ -343,7 +344,7 @@ class _Partitioned:
         return tuple(self.call.bind(*operands))
 
     def _chosen(self, infos: Sequence) -> tuple[DeviceLayout, Split, list[NamedSharding]]:
-        """How the call is split, and the sharding of every operand and result."""
+        """The partition of the call, and the sharding of every operand and result."""
         operands, results = tensors = self.call.tensors(*self.shapes)
         arrays = [*operands, *results]
         shardings = [getattr(info, "sharding", None) for info in infos]
@@ -353,12 +354,12 @@ class _Partitioned:
         return layout, split, of
 
     def partition(self, mesh, operands, results):
-        """One device's program, and the shardings of operands and results that it works with."""
+        """One device's program, and the shardings of its operands and results."""
         layout, split, shardings = self._chosen([*operands, *results])
 
         def body(*operands):
-            # XLA calls back in the context of whoever compiles. On that one's explicit mesh the
-            # sum would be lowered with a sharding, which its reduction cannot have.
+            # XLA calls back in the context of the compiling thread. With that thread's explicit
+            # mesh the sum would be lowered with a sharding, which its reduction cannot have.
             with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
                 tensors = self.call.tensors(*self.shapes)
                 return tuple(self.call.on_devices(tensors, split, layout.whole.shape, *operands))
@@ -389,10 +390,10 @@ def _chosen_explicitly(
 def _check_explicit(
     call: Call, mesh: AbstractMesh, tensors: Tensors, avals: Sequence, split: Split
 ) -> None:
-    """Refuses what would move an activation, or what has two meanings.
+    """Refuses shardings that would move an activation, or that are ambiguous.
 
-    Only in the forward direction: the gradients' results are brought to their operands' shardings,
-    so there any choice gives the same types.
+    Only in the forward direction: the results of gradients are resharded like their operands, so
+    any choice gives the same types.
     """
     if call.op is not Op.FPROP:
         return
@@ -473,7 +474,7 @@ def result_type(call: Call, shape: Sequence[int], *avals) -> Any:
         mesh, tensors, split = found
         _check_explicit(call, mesh, tensors, avals, split)
         sharding = _of_results(*found)[0]
-    # Derived from an operand's type, so that mesh axes it varies over are kept (shard_map).
+    # Derived from an operand's type, to keep its varying mesh axes (shard_map).
     return avals[0].update(
         shape=tuple(shape),
         dtype=np.dtype(call.out_dtype),
@@ -483,11 +484,11 @@ def result_type(call: Call, shape: Sequence[int], *avals) -> Any:
 
 
 def devices_of(ctx) -> tuple[AbstractMesh | None, Arrangement] | None:
-    """What the arrays of an operation that is lowered are, or may be, split over.
+    """The devices over which the arrays of a lowered operation are, or may be, split.
 
     Returns:
-        The explicit mesh, or None and what is known of any other; None alone where the arrays are
-        one device's, or one of them has no elements.
+        The explicit mesh, or None and the known part of another mesh; None alone if the arrays
+        belong to one device, or one of them has no elements.
     """
     mesh = explicit_mesh.mesh_of(*ctx.avals_in)
     devices = Arrangement(() if mesh is not None else compat.device_axes(ctx))
@@ -498,7 +499,7 @@ def devices_of(ctx) -> tuple[AbstractMesh | None, Arrangement] | None:
 
 
 def _map_explicit(mesh: AbstractMesh, call: Splittable, ctx, operands):
-    """Lowers through ``shard_map`` over the explicit axes: the types say what each device holds."""
+    """Lowers through ``shard_map`` over the explicit axes; the types give each device's part."""
     tensors = call.tensors(*(aval.shape for aval in ctx.avals_in))
     split = _chosen_explicitly(call, mesh, tensors, ctx.avals_in)
     in_specs, out_specs = (
@@ -532,8 +533,8 @@ def lower(ctx, call: Splittable, operands: Sequence) -> Any:
     """Lowers an operation on arrays that are, or may be, split over devices.
 
     Returns:
-        The lowering's results, or None where the arrays are one device's and the operation is to
-        be lowered as it stands.
+        The lowering's results, or None if the arrays belong to one device and the operation is
+        lowered unchanged.
     """
     devices = devices_of(ctx)
     if devices is None:

@@ -1,10 +1,10 @@
-"""Lowers an operation on an automatic mesh to a call that XLA's partitioner hands back.
+"""Lowers an operation on an automatic mesh to a call that XLA's partitioner passes back.
 
-The program then says of the operation what it is, and not how one device computes its part: the
-partitioner asks for that by a callback while it compiles. JAX's persistent compilation cache, whose
-key is the program's text, tells callbacks apart by their address, so that no other process would
-find the program. Here the text has the callback's *identity*, all that decides what it answers, and
-the callback is called by a hash of that.
+The program then describes the operation, not how one device computes its part: the partitioner
+requests that by a callback while it compiles. JAX's persistent compilation cache uses the program's
+text as key and identifies callbacks by address, so no other process would find the program. Here
+the text contains the callback's *identity*, everything that determines its answer, and the
+callback's name is a hash of it.
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ from jaxconv._src.sharding import shardy
 
 
 def _identity(call: Any, platforms: Sequence[str], settings: tuple[str, str]) -> str:
-    """All that decides the program of one device, but for shapes and shardings, as text.
+    """Everything that determines one device's program, except shapes and shardings, as text.
 
-    Those are told to the callback and part of the program, as is the sharding rule. ``repr`` of a
-    call shows every field: primitive, window, algorithm, epilogue, dtypes, axes of devices.
+    Shapes and shardings are arguments of the callback and part of the program, and so is the
+    sharding rule. ``repr`` of a call shows every field: primitive, window, algorithm, epilogue,
+    dtypes, device axes.
     """
     return "; ".join(
         (
@@ -43,9 +44,9 @@ def _identity(call: Any, platforms: Sequence[str], settings: tuple[str, str]) ->
 
 @dataclasses.dataclass(frozen=True)
 class _Numbered:
-    """A call among manual mesh axes, with one operand more: one split over all other axes.
+    """A call among manual mesh axes, with an additional operand split over all other axes.
 
-    Its sharding tells how XLA numbers the devices of those (``Arrangement``).
+    The operand's sharding shows how XLA numbers the devices along these (``Arrangement``).
     """
 
     call: Any
@@ -74,13 +75,13 @@ class _Numbered:
 
 
 def spread(ctx, call: Any, operands: Sequence):
-    """Lowers to a call that XLA's partitioner hands back to ``call.partition``.
+    """Lowers to a call that XLA's partitioner passes back to ``call.partition``.
 
     Args:
         ctx: the lowering context.
-        call: the operation on whole arrays, which gives a tuple of results; a frozen dataclass with
-            its ``devices`` (``device_layout.Arrangement``) and the callbacks ``partition``,
-            ``infer`` and ``rule`` of ``custom_partitioning``, which its fields decide.
+        call: the operation on whole arrays, which returns a tuple of results; a frozen dataclass
+            with its ``devices`` (``device_layout.Arrangement``) and the callbacks ``partition``,
+            ``infer`` and ``rule`` of ``custom_partitioning``, determined by its fields.
         operands: the values.
     """
     module = ctx.module_context
@@ -106,8 +107,8 @@ def spread(ctx, call: Any, operands: Sequence):
     )
 
     def identified(*operands):
-        # Users may have JAX leave the names of callbacks out of its keys
-        # (jax_remove_custom_partitioning_ptr_from_cache_key). The metadata stay.
+        # JAX may be configured to omit callback names from its keys
+        # (jax_remove_custom_partitioning_ptr_from_cache_key); the metadata stays.
         with set_xla_metadata(jaxconv=identity):
             return split(*operands)
 

@@ -1,4 +1,4 @@
-"""Which array axes are split alike, in the terms of XLA's partitioner Shardy."""
+"""Sharding rules for Shardy, XLA's partitioner: the array axes that are split alike."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def _in_order(mappings: Sequence[ArrayMapping]) -> list[str]:
-    """The factors of some arrays, in the order of their first appearance."""
+    """The factors of some arrays, in order of first appearance."""
     names = itertools.chain.from_iterable(mappings)
     return list(dict.fromkeys(f for n in names for f in ([n] if isinstance(n, str) else n)))
 
@@ -27,15 +27,14 @@ def rule(
 ) -> SdyShardingRule:
     """A rule: splits propagate between array axes that share a factor.
 
-    Shardy numbers factors by their first appearance, and refuses a rule that does not name those of
-    one kind in ascending order.
+    Shardy numbers factors by first appearance, and requires those of one kind in ascending order.
 
     Args:
-        mappings: of the operands and of the results.
-        operands: how many of them are operands'.
-        sizes: of the factors that are no axis.
+        mappings: those of the operands, then of the results.
+        operands: the number of operands among them.
+        sizes: the sizes of factors that are no axis.
         whole: the factors that cannot be split.
-        reduced: those that a sum runs over.
+        reduced: the factors over which a sum runs.
     """
     order = _in_order(mappings)
     return SdyShardingRule(
@@ -53,8 +52,8 @@ def rule_of(
     """The rule of a call, from the factors of its arrays.
 
     Args:
-        operands, results: the arrays; axes that stay whole are called by an array's name.
-        reduced: the factors that a sum runs over.
+        operands, results: the arrays; axes that stay whole are named after the array.
+        reduced: the factors over which a sum runs.
     """
     arrays = (*operands, *results)
     sizes: dict[str, int] = {}
@@ -77,17 +76,17 @@ def rule_of(
                 names.append(factor.name)
         mappings.append(ArrayMapping(*names))
     for name in itertools.chain.from_iterable(mappings):
-        sizes.pop(name, None)  # its size is then that of an axis
+        sizes.pop(name, None)  # it then has the size of an axis
     return rule(mappings, len(operands), sizes, whole, reduced)
 
 
 def with_operand(given: SdyShardingRule, name: str, rank: int) -> SdyShardingRule:
-    """The rule of an operation with one operand more, the last, which shares no factor.
+    """The rule of an operation with an additional last operand, which shares no factor.
 
     Args:
         given: the rule without it.
-        name: what the operand's factors are called by.
-        rank: how many axes it has.
+        name: the name of the operand's factors.
+        rank: its number of axes.
     """
     added = ArrayMapping(*(f"{name}{i}" for i in range(rank)))
     return rule(

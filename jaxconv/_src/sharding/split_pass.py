@@ -1,9 +1,9 @@
-"""How passes over arrays of channels are split over devices, in the algebra of ``partition``.
+"""The partition of passes over arrays of channels, in the algebra of ``partition``.
 
-A pass says which dimensions its arrays have: n, the spatial axes s0, s1 and so on, and the channels
-c, last. Every dimension may be split, evenly; a device that pools gathers its positions. Parts of
-the sums over positions are merged over devices in one all-reduce where n or spatial axes are split,
-and none where channels are.
+A pass names the dimensions of its arrays: n, the spatial axes s0, s1 and so on, and last the
+channels c. Every dimension may be split evenly; a device that pools gathers its positions. If n or
+spatial axes are split, one all-reduce merges the sums over positions; if channels are split, none
+is needed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from jaxconv._src import compat
 from jaxconv._src.sharding import partition
 from jaxconv._src.sharding.partition import Factor, Split, Splittable, Tensor, Tensors
 
-# Channels of which bits are a byte (cc/cuda/normalisation/plan.h).
+# Channels whose bits are a byte (cc/cuda/normalisation/plan.h).
 _PACKED = 8
 
 
@@ -31,10 +31,10 @@ class Dimensions:
     """The dimensions of a pass's arrays.
 
     Attributes:
-        shape: of the arrays.
-        segments: of the leading axis, evenly, each with vectors and sums of its own; a segment
-            stays on one device. Of a single one the positions may be split.
-        packed: whether there are bits of the channels.
+        shape: the shape of the arrays.
+        segments: equal segments of the leading axis, each with its own vectors and sums; a segment
+            stays on one device. The positions of a single segment may be split.
+        packed: whether there is an array of bits over the channels.
     """
 
     shape: tuple[int, ...]
@@ -59,7 +59,7 @@ class Dimensions:
         return (self._n, *spatial, self._c)
 
     def array(self, name: str, shape: Sequence[int] = ()) -> Tensor:
-        """An array, of another shape where windows pool it."""
+        """An array; a pooled array has another shape."""
         return Tensor(name, tuple(shape) or self.shape, self._axes)
 
     def bits(self, name: str) -> Tensor:
@@ -69,11 +69,11 @@ class Dimensions:
         return Tensor(name, (*self.shape[:-1], channels), (*self._axes[:-1], of_c))
 
     def vector(self, name: str, shape: Sequence[int]) -> Tensor:
-        """A vector of channels, (C,), or (segments, C)."""
+        """A vector over channels, (C,) or (segments, C)."""
         return Tensor(name, tuple(shape), (*[Factor("n")] * (len(shape) - 1), self._c))
 
     def sums(self, name: str, count: int) -> Tensor:
-        """So many vectors that are formed over positions."""
+        """``count`` vectors that are sums over positions."""
         leading = self.segments > 1
         shape = (*[self.segments] * leading, count, self.shape[-1])
         return Tensor(name, shape, (*[Factor("n")] * leading, None, self._c))
@@ -83,8 +83,8 @@ class SplitPass(Splittable):
     """A pass over arrays: a frozen dataclass of its primitive's parameters.
 
     Attributes:
-        pools: whether windows read the spatial axes. A device then gathers all positions, and
-            keeps its own of the results.
+        pools: whether windows read the spatial axes. A device then gathers all positions, and keeps
+            its own part of the results.
     """
 
     subject = "pass over arrays"
@@ -93,7 +93,7 @@ class SplitPass(Splittable):
     @property
     @abc.abstractmethod
     def primitive(self) -> Primitive:
-        """That the parameters are of."""
+        """The primitive that has these parameters."""
 
     def bind(self, *operands: jax.Array) -> list[jax.Array]:
         names = [field.name for field in dataclasses.fields(self)]  # type: ignore[arg-type]
@@ -101,19 +101,19 @@ class SplitPass(Splittable):
         return list(found) if self.primitive.multiple_results else [found]
 
     def on_part(self, parts: Callable[[str], int], *operands: jax.Array) -> list[jax.Array]:
-        """The results of a device's arrays, where each factor is split into so many parts."""
+        """The results of a device's arrays if each factor is split into ``parts``."""
         return self.bind(*operands)
 
     def merged(
         self, result: jax.Array, over: tuple[str, ...], parts: int, elements: int
     ) -> jax.Array:
-        """The result of all devices, from those of each of them.
+        """The result over all devices, from each device's result.
 
         Args:
-            result: one device's.
-            over: the mesh axes along which the devices' results are parts.
-            parts: how many there are.
-            elements: how many of one channel a device has of each segment.
+            result: one device's result.
+            over: the mesh axes along which the devices' results are partial.
+            parts: their number.
+            elements: the elements of one channel that a device has in each segment.
         """
         return partition.sum_over(result, over)
 
@@ -161,13 +161,13 @@ class SplitPass(Splittable):
 
 
 def _split_axes(tensor: Tensor, split: Split, names: Sequence[str]) -> list[tuple[int, tuple]]:
-    """The array axes of some factors that are split, and the mesh axes of each."""
+    """The split array axes of some factors, and the mesh axes of each."""
     found = [(tensor.axis(name), split.get(name, ())) for name in names]
     return [(at, axes) for at, axes in found if at is not None and axes]
 
 
 def result_types(call: SplitPass, results: Sequence[Any], *avals: Any) -> list[Any]:
-    """The types of results, with the shardings that an explicit mesh gives them."""
+    """The types of results, with their shardings on an explicit mesh."""
     found = partition.result_shardings(call, *avals)
     if found is None:
         return list(results)

@@ -1,4 +1,4 @@
-"""What devices may share: arrays, whose axes have factors, and operations on them.
+"""Arrays whose axes have factors, and operations on them, which devices may share.
 
 ``partition`` has the meaning of factors.
 """
@@ -20,12 +20,12 @@ Split = dict[str, tuple[str, ...]]  # mesh axes per factor
 
 
 class Factor(NamedTuple):
-    """What one array axis is split by.
+    """The factor of an array axis.
 
     Attributes:
-        name: of the factor.
-        together: how many neighbouring elements of the axis stay on one device.
-        inner: what Shardy calls these; axes of one inner name have as many.
+        name: the factor's name.
+        together: the number of adjacent elements of the axis that stay on one device.
+        inner: Shardy's name of these; axes with one inner name have equally many.
     """
 
     name: str
@@ -38,8 +38,8 @@ class Tensor:
     """An operand or a result of a call.
 
     Attributes:
-        name: unlike that of the call's other arrays; "x", "w" and "y" in the convolution itself.
-        shape: of the whole array.
+        name: unique within the call; "x", "w" and "y" in the convolution itself.
+        shape: the shape of the whole array.
         axes: the factor of every axis, None for one that stays whole.
     """
 
@@ -53,12 +53,12 @@ class Tensor:
         return names.index(factor) if factor in names else None
 
     def extents(self) -> dict[str, int]:
-        """Into how many parts each factor can be split."""
+        """The number of parts into which each factor can be split."""
         of_axes = zip(self.axes, self.shape, strict=True)
         return {each.name: extent // each.together for each, extent in of_axes if each}
 
     def partitions(self, split: Split) -> Partitions:
-        """How the array is split."""
+        """The partition of the array."""
         return tuple(split.get(each.name, ()) if each else () for each in self.axes)
 
 
@@ -68,17 +68,17 @@ Tensors = tuple[list[Tensor], list[Tensor]]  # operands and results
 class Splittable(abc.ABC):
     """An operation whose arrays devices may share: a convolution or a pass.
 
-    It is a frozen dataclass, whose ``repr`` shows all that decides what it computes.
+    It is a frozen dataclass; its ``repr`` shows everything that determines the computation.
 
     Attributes:
-        subject: what errors call it.
+        subject: its name in errors.
     """
 
     subject: ClassVar[str]
 
     @abc.abstractmethod
     def tensors(self, *shapes: Sequence[int]) -> Tensors:
-        """The operands, of these shapes, and the results."""
+        """The operands, with these shapes, and the results."""
 
     @abc.abstractmethod
     def bind(self, *operands: jax.Array) -> list[jax.Array]:
@@ -94,7 +94,7 @@ class Splittable(abc.ABC):
             tensors: the operands and the results.
             mesh: size of every mesh axis.
             given: ``Partitions`` of these (None: open).
-            explicit: whether types say them.
+            explicit: whether they come from types.
         """
 
     @abc.abstractmethod
@@ -133,9 +133,9 @@ def assigned(
     """The mesh axes of every factor, in the order of ``names``; a mesh axis serves one factor.
 
     Args:
-        names: of factors.
-        asking: arrays and how they are split; of equally fine splits the first is taken.
-        fitting: the longest prefix of some mesh axes over which a factor splits.
+        names: the names of factors.
+        asking: arrays and their partitions; among equally fine splits the first is taken.
+        fitting: returns the longest prefix of some mesh axes over which a factor splits.
         mesh: size of every mesh axis.
     """
     used: set[str] = set()

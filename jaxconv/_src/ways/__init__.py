@@ -1,1 +1,1 @@
-"""Convolutions in operations of JAX: by lax, im2col, exact integers, Winograd."""
+"""Convolutions in JAX operations: by lax, im2col, exact integers, Winograd."""

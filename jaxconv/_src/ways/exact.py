@@ -1,11 +1,11 @@
-"""Integer convolution and requantisation in JAX, bit for bit what the kernels compute.
+"""Integer convolution and requantisation in JAX, with the same bits as the kernels.
 
 The fallback of every platform. XLA:GPU has no general integer convolution, but integer matrix
-products: the sums are a product with the matrix of windows (``im2col``). The epilogue's two fused
-multiply-adds are written in float64, where the product of two float32 numbers is exact, and rounded
-once: XLA has no such operation, and may or may not fuse a product with a sum. Barriers keep XLA
-from joining two conversions (int32 or float64 to float32, and that to float64), which would leave
-out the rounding between them; excess precision allows it that.
+products, so the sums are a product with the matrix of windows (``im2col``). XLA has no fused
+multiply-add, and may or may not fuse a product with a sum. The epilogue's two fused multiply-adds
+are therefore computed in float64, where the product of two float32 numbers is exact, and rounded
+once. Barriers keep XLA from joining two conversions (int32 or float64 to float32, then to float64),
+which would omit the rounding between them; its excess-precision mode allows this.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from jaxconv._src.ways import im2col
 def convolve(
     op: Op, lhs: jax.Array, rhs: jax.Array, *, spec: ConvSpec, out_dtype: np.dtype
 ) -> jax.Array:
-    """Computes ``op`` on integers as a matrix product; sums of int8 operands are int32.
+    """Computes ``op`` on integers as a matrix product; int8 operands have int32 sums.
 
     An integer result holds the sum's low bits, a float result the rounded sum.
     """
     wide = np.dtype(np.int32) if lhs.dtype.itemsize < 4 else lhs.dtype
     if jnp.issubdtype(out_dtype, jnp.integer):
         wide = compat.wider_dtype(wide, out_dtype)
-    # Operands of the sums' type: with int8 operands, products that XLA:GPU of jax 0.11.2 computed
-    # for some groups and gradients were twice as large as they are.
+    # Operands in the sums' dtype: with int8 operands, XLA:GPU of jax 0.11.2 computed products twice
+    # too large for some groups and gradients.
     lhs, rhs = lhs.astype(wide), rhs.astype(wide)
     return im2col.convolve(op, lhs, rhs, spec=spec, out_dtype=wide).astype(out_dtype)
 
@@ -57,10 +57,10 @@ def _without_padding(spec: ConvSpec, in_spatial: tuple[int, ...]) -> ConvSpec:
 
 
 def fma(a: jax.Array, b: jax.Array, c: jax.Array) -> jax.Array:
-    """a * b + c of float32 arrays, rounded once.
+    """a * b + c for float32 arrays, rounded once.
 
-    The product is exact in float64. The float64 sum is rounded to odd (where it is not exact its
-    last bit is set), so that rounding it to float32 rounds the exact sum.
+    The product is exact in float64. The float64 sum is rounded to odd (its last bit is set if it is
+    inexact), so that rounding it to float32 rounds the exact sum.
     """
     product = a.astype(np.float64) * b.astype(np.float64)
     addend = lax.broadcast_in_dim(c, product.shape, range(product.ndim - c.ndim, product.ndim))
@@ -97,10 +97,10 @@ def requantize(
         scale: float32 (k,) or (n, k).
         offset: int32 (k,).
         bias: float32 (k,).
-        residual: as the result.
+        residual: shape and dtype of the result.
         residual_scale: float32 (1,).
         activation: None, "relu" or "relu6".
-        zero_point: of an integer result.
+        zero_point: the zero point of an integer result.
     """
     if offset is not None:
         acc = acc + offset
@@ -120,7 +120,7 @@ def requantize(
         return t.astype(out_dtype)
     rounded = lax.select(t != t, lax.full_like(t, 0), t)
     rounded = lax.round(rounded, lax.RoundingMethod.TO_NEAREST_EVEN).astype(np.float64)
-    # 2^31 and more are beyond every type, and float64 holds every integer in between.
+    # 2^31 and more exceed every type, and float64 represents every integer in between.
     integer = lax.clamp(np.float64(-(2**31)), rounded, np.float64(2**31 - 1)) + zero_point
     limits = jnp.iinfo(out_dtype)
     return lax.clamp(np.float64(limits.min), integer, np.float64(limits.max)).astype(out_dtype)

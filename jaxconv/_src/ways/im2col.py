@@ -1,14 +1,14 @@
-"""The textbook algorithm: every window copied into a matrix, then one matrix product by XLA.
+"""The textbook algorithm: copies every window to a matrix, then one matrix product by XLA.
 
     fprop   y  = columns(x) W
     dgrad   dx = columns^T(dy W^T)          (col2im: overlapping windows add up)
     wgrad   dw = columns(x)^T dy
 
 with columns(x) of N * P * Q rows and R * S * C columns; groups make it a batched product. The
-matrix is the price: ``workspace_bytes``, R * S times the input at stride 1. Source: Chellapilla,
-Puri and Simard, "High performance convolutional neural networks for document processing", 2006.
+matrix needs ``workspace_bytes``, R * S times the input at stride 1. Source: Chellapilla, Puri and
+Simard, "High performance convolutional neural networks for document processing", 2006.
 
-Here as the baseline that implicit GEMM is measured against, and on every platform that JAX runs on.
+It is the baseline for implicit GEMM, and runs on every platform of JAX.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ OPS = frozenset(Op)
 
 
 def refusal(op: Op, spec: ConvSpec, sizes: Sizes, dtype: np.dtype) -> str:
-    """Takes every problem."""
+    """Accepts every problem."""
     return ""
 
 
 def instance(op: Op, spec: ConvSpec, dtype: np.dtype) -> str:
-    """The name of this algorithm's computation of a problem, as a kernel's."""
+    """The name of this algorithm for a problem, in the form of a kernel's name."""
     return f"{op.value}_im2col"
 
 
 def workspace_bytes(op: Op, spec: ConvSpec, sizes: Sizes, dtype: np.dtype) -> int:
-    """Size of the matrix of windows; dgrad adds windows up, and keeps them at the sums' width."""
+    """Size of the matrix of windows; dgrad, which adds windows, keeps it in the sums' dtype."""
     itemsize = np.dtype(_sum_dtype(dtype) if op is Op.DGRAD else dtype).itemsize
     rows = sizes.batch * sizes.n * math.prod(sizes.out_spatial)
     return rows * math.prod(sizes.filter_spatial) * sizes.c * itemsize
 
 
 def _sum_dtype(dtype) -> np.dtype:
-    """Products of 8- and 16-bit floats are added in float32, those of 8-bit integers in int32."""
+    """float32 for products of 8- and 16-bit floats, int32 for products of 8-bit integers."""
     integers = jnp.issubdtype(dtype, jnp.integer)
     wide = {1: jnp.int32} if integers else {1: jnp.float32, 2: jnp.float32}
     return np.dtype(wide.get(np.dtype(dtype).itemsize, dtype))
@@ -54,7 +54,7 @@ def _sum_dtype(dtype) -> np.dtype:
 def columns(x: jax.Array, spec: ConvSpec) -> jax.Array:
     """The windows of x, (n, *out_spatial, *filter_spatial, c), from (n, *in_spatial, c).
 
-    One axis at a time: the slices number the sum of the window's extents, not their product.
+    One axis at a time: the number of slices is the sum of the window's extents, not their product.
     """
     rank = spec.rank
     padded = [
@@ -89,7 +89,7 @@ def columns(x: jax.Array, spec: ConvSpec) -> jax.Array:
 def convolve(
     op: Op, lhs: jax.Array, rhs: jax.Array, *, spec: ConvSpec, out_dtype: np.dtype
 ) -> jax.Array:
-    """Computes ``op``; operands and result as the primitive's."""
+    """Computes ``op``; operands and result as in the primitive."""
     lhs_role, rhs_role, out_role = op.roles
     sizes = spec.sizes(op, lhs.shape, rhs.shape)
     if sizes.empty or spec.crops_everything:
@@ -104,12 +104,12 @@ def convolve(
 
 
 def _convolve(op: Op, lhs, rhs, spec: ConvSpec, out_dtype):
-    """One convolution on arrays in the canonical order of axes."""
+    """One convolution on arrays in canonical axis order."""
     groups, precision = spec.groups, PRECISION[spec.precision]
     sums = compat.wider_dtype(_sum_dtype(lhs.dtype), out_dtype)
 
     def grouped(array, axis):
-        """Splits the channels, the axis counted from the end, into (groups, rest)."""
+        """Splits the channel axis, counted from the end, into (groups, rest)."""
         axis %= array.ndim
         shape = array.shape
         return array.reshape(*shape[:axis], groups, shape[axis] // groups, *shape[axis + 1 :])

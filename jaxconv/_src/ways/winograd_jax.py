@@ -5,18 +5,18 @@
     M = sum over the channels of U V, a matrix product at each of the (m + 2)^2 points
     Y = A^T M A         tiles of m x m outputs
 
-The tiles "f2x3" and "f4x3" transform along W only: V is made of rows, and M is summed over the
-filter's rows too. dgrad is the same on dy, with the filter rotated by 180 degrees and its channels
-exchanged.
+The tiles "f2x3" and "f4x3" transform along W only: V is computed from rows, and M also sums over
+the filter's rows. dgrad is the same on dy, with the filter rotated by 180 degrees and its channels
+swapped.
 
-U and V are float16 for 16-bit operands, computed in float32 and rounded once, and the operands'
-type for float32 and float64; products of float16 are summed in float32. bfloat16 operands are
-scaled by a power of two that brings their largest magnitude into [2^13, 2^14), float16's range; so
-are operands of float32 at precision DEFAULT in the CUDA kernels.
+For 16-bit operands U and V are float16, computed in float32 and rounded once, and products are
+summed in float32; for float32 and float64 operands they have the operands' type. bfloat16 operands
+are scaled by a power of two that brings their largest magnitude into [2^13, 2^14), within float16's
+range; the CUDA kernels do the same for float32 operands at precision DEFAULT.
 
-It computes on every platform that JAX runs on, for problems that no kernel of the family
-``winograd`` takes, with the same points, domain and scales. Sources: Lavin and Gray 2015; for 1-D
-tiles Zhang et al., "Im2col-Winograd", ICPP 2024.
+It runs on every platform of JAX, for problems that no kernel of the family ``winograd`` accepts,
+with the same points, domain and scales. Sources: Lavin and Gray 2015; for 1-D tiles Zhang et al.,
+"Im2col-Winograd", ICPP 2024.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ from jaxconv._src.ways import im2col
 from jaxconv._src.ways.winograd_points import TAPS, Matrix, matrices
 from jaxconv._src.ways.xla import PRECISION
 
-# wgrad is a convolution whose filter is as large as the output.
+# Without wgrad, which is a convolution with a filter as large as the output.
 OPS = frozenset({Op.FPROP, Op.DGRAD})
 
 
 class Tile(NamedTuple):
-    """Outputs of a tile along H and W; along an axis of 1 nothing is transformed."""
+    """Outputs of a tile along H and W; an axis with 1 is not transformed."""
 
     h: int
     w: int
 
     @property
     def points(self) -> tuple[int, int]:
-        """Points along H and W; the filter's rows or columns where nothing is transformed."""
+        """Points along H and W; the filter's rows or columns along an untransformed axis."""
         return self.h + TAPS - 1, self.w + TAPS - 1
 
 
@@ -65,7 +65,7 @@ TILES = {
 # The family, whose tile depends on the problem, and one name for each tile.
 ALGORITHMS = ("winograd", *(f"winograd_{name}" for name in TILES))
 
-# Dtype of the operands -> of U and V.
+# Maps the operands' dtype to that of U and V.
 DOMAINS: dict[str, Any] = {
     "float16": np.dtype(np.float16),
     "bfloat16": np.dtype(np.float16),
@@ -75,7 +75,7 @@ DOMAINS: dict[str, Any] = {
 
 
 def window_refusal(spec: ConvSpec) -> str:
-    """Why Winograd does not take a window, or ""."""
+    """Why Winograd does not accept a window, or ""."""
     if spec.rank != 2:
         return f"{spec.rank} spatial axes; Winograd takes 2"
     for name, values, expected in (
@@ -90,7 +90,7 @@ def window_refusal(spec: ConvSpec) -> str:
 
 
 def refusal(op: Op, spec: ConvSpec, sizes: Sizes, dtype: np.dtype) -> str:
-    """Why Winograd does not take a problem, or ""."""
+    """Why Winograd does not accept a problem, or ""."""
     if reason := window_refusal(spec):
         return reason
     name = np.dtype(dtype).name
@@ -109,12 +109,12 @@ def domain(dtype: np.dtype) -> np.dtype:
 
 
 def sum_dtype(dtype: np.dtype) -> np.dtype:
-    """The dtype of M, and in which U, V and Y are computed."""
+    """The dtype of M, and of the computation of U, V and Y."""
     return np.dtype(np.float64 if np.dtype(dtype) == np.float64 else np.float32)
 
 
 def counts(tile: Tile, out_spatial: Sequence[int]) -> tuple[int, int]:
-    """How many tiles cover the output along H and W."""
+    """The number of tiles that cover the output along H and W."""
     along_h, along_w = (-(-extent // m) for extent, m in zip(out_spatial, tile, strict=True))
     return along_h, along_w
 
@@ -131,10 +131,10 @@ def tile_named(algorithm: str) -> str:
 
 
 def tile_of(op: Op, spec: ConvSpec) -> Tile:
-    """The tile that the algorithm's name says; for the family the one of fewest multiplications.
+    """The tile in the algorithm's name; for the family, that with the fewest multiplications.
 
-    That is one of F(2x2) and F(4x4): F(6x6) has 3 times the error of F(4x4). Of equal counts,
-    F(2x2) has the smaller error.
+    The candidates are F(2x2) and F(4x4), because F(6x6) has 3 times the error of F(4x4). With equal
+    counts F(2x2) is taken, which has the smaller error.
     """
     tile = TILES.get(spec.algorithm_of(op).removeprefix("winograd_"))
     if tile is not None:
@@ -147,7 +147,7 @@ def tile_of(op: Op, spec: ConvSpec) -> Tile:
 
 
 def instance(op: Op, spec: ConvSpec, dtype: np.dtype) -> str:
-    """The name of this algorithm's computation of a problem, as a kernel's."""
+    """The name of this algorithm for a problem, in the form of a kernel's name."""
     short = {"float16": "f16", "bfloat16": "bf16", "float32": "f32", "float64": "f64"}
     tile = name_of(tile_of(op, spec)).removeprefix("f")
     return f"{op.value}_winograd_{short[np.dtype(dtype).name]}_{tile}_jax"
@@ -167,11 +167,10 @@ def workspace_bytes(op: Op, spec: ConvSpec, sizes: Sizes, dtype: np.dtype) -> in
 
 # --- the stated error -----------------------------------------------------------------------------
 
-# Root mean square of the result's error against float64 over the standard deviation of the result:
-# the larger of C = 256 and C = 1280 in docs/winograd.md, by ``python tools/bench
-# --winograd-errors``. For TF32 it is that of float32 operands whose U and V are rounded to 11 bits,
-# which is also what the CUDA kernels do with them. A float32 result of float16 operands, whose V
-# often has 11 bits unrounded, is more accurate.
+# The rms error against float64 divided by the result's standard deviation: the larger of the values
+# for C = 256 and C = 1280 in docs/winograd.md, from ``python -m jaxconv.bench --winograd-errors``.
+# The TF32 entry is for float32 operands with U and V rounded to 11 bits, as in the CUDA kernels. A
+# float32 result of float16 operands, whose V often needs no rounding, is more accurate.
 _RMS_ERROR = {
     "f16": {"2x2": 4.6e-4, "2x3": 3.5e-4, "4x3": 6.4e-4, "4x4": 1.7e-3, "6x6": 5.0e-3},
     "bf16": {"2x2": 1.7e-3, "2x3": 1.7e-3, "4x3": 1.7e-3, "4x4": 2.4e-3, "6x6": 5.2e-3},
@@ -180,7 +179,7 @@ _RMS_ERROR = {
     "int8_s8": {"2x2": 1.4e-2, "4x4": 6.7e-2},  # against the exact sums
 }
 
-# Of CUDA instances that round M to float16 too (``*_half``), emulated at C = 1280.
+# The same for CUDA instances that also round M to float16 (``*_half``), emulated at C = 1280.
 _RMS_ERROR_HALF_PRODUCTS = {
     "f16": {"4x4": 2.3e-3, "6x6": 6.7e-3},
     "bf16": {"4x4": 2.9e-3, "6x6": 7.0e-3},
@@ -189,12 +188,12 @@ _RMS_ERROR_HALF_PRODUCTS = {
 
 
 def largest_rms_error(operands: str, tile: str, precision: str) -> float:
-    """An error that results stay below on every platform; 0 of no tile.
+    """An error bound for results on every platform; 0 without a tile.
 
     Args:
         operands: "f16", "bf16", "f32", or a type of quantised layers ("int8_nhwc").
-        tile: as ``tile_named`` returns it; of a tile without a stated error, F(m x m)'s.
-        precision: of float32 operands.
+        tile: from ``tile_named``; a tile without a stated error has that of F(m x m).
+        precision: the precision of float32 operands.
     """
     if not tile:
         return 0.0
@@ -205,7 +204,7 @@ def largest_rms_error(operands: str, tile: str, precision: str) -> float:
 
 
 def rms_error(instance: str, platform: str, precision: str) -> float | None:
-    """The stated error of an instance of the family, a kernel or not; None where none is stated."""
+    """The stated error of an instance of the family, kernel or not; None without one."""
     found = re.search(r"_winograd_(\w+?)_(\dx\d)_", instance)
     if found is None:
         return None
@@ -236,8 +235,8 @@ def scale_of(array: jax.Array) -> jax.Array:
 def _unscaled(y: jax.Array, scales: tuple[jax.Array, ...]) -> jax.Array:
     """Divides by every scale.
 
-    By the largest first: y is of the order of 2^26, so its product with 2^-126 is a normal number,
-    while the product with the inverse of a scale of 2^-115 alone would overflow.
+    The largest comes first: y is of the order of 2^26, so its product with 2^-126 is normal, while
+    its product with the inverse of a scale of 2^-115 alone would overflow.
     """
     inverses = [1 / scale for scale in scales]
     if len(inverses) == 2:
@@ -252,12 +251,13 @@ def _unscaled(y: jax.Array, scales: tuple[jax.Array, ...]) -> jax.Array:
 
 
 def transform(matrix: Matrix, array: jax.Array, axis: int) -> jax.Array:
-    """Multiplies a matrix by one axis of an array, terms added in the axis' order.
+    """Multiplies one axis of an array by a matrix, adding terms in the axis' order.
 
-    Sums of scaled slices, which XLA fuses; as a matrix product a GPU would round to TF32. A row of
-    G has thirds or fifths: the sum is that of its multiples by powers of two, and the odd
-    denominator divides it once. Terms that cancel leave nothing then, whether or not the compiler
-    contracts a product and a sum (a GPU's does, and the residue of 2^-24 is a number of float16).
+    It adds scaled slices, which XLA fuses; a matrix product would round to TF32 on a GPU. For rows
+    of G with thirds or fifths, it sums multiples by powers of two, and divides once by the odd
+    denominator. Cancelling terms then leave exactly 0, whether or not the compiler contracts a
+    product and a sum (a GPU's compiler does, and the residue of 2^-24 would be representable in
+    float16).
     """
     parts = [lax.index_in_dim(array, j, axis, keepdims=False) for j in range(array.shape[axis])]
     rows: list[Any] = []
@@ -283,9 +283,9 @@ def _odd(number: int) -> int:
 def rounded(array: jax.Array, dtype: np.dtype) -> jax.Array:
     """``array`` in the domain's dtype, rounded to its 11 bits on every platform.
 
-    Where a product widens float16 operands, XLA may leave out a rounding to float16 and back; it
-    keeps ``reduce_precision``. The exponent's bits stay those of float32, since it would flush
-    float16's subnormal numbers to zero.
+    If a product widens float16 operands, XLA may omit a rounding to float16 and back; it keeps
+    ``reduce_precision``. The exponent keeps float32's bits, because otherwise float16's subnormal
+    numbers would be flushed to zero.
     """
     if dtype == np.float16:
         array = lax.reduce_precision(array, exponent_bits=8, mantissa_bits=10)
@@ -295,7 +295,7 @@ def rounded(array: jax.Array, dtype: np.dtype) -> jax.Array:
 def filter_transform(
     w: jax.Array, tile: Tile, largest_scale: np.float32 | None = None
 ) -> tuple[jax.Array, jax.Array | None]:
-    """U of a filter, and its scale where the domain needs one.
+    """U of a filter, and its scale if the domain needs one.
 
     Args:
         w: (3, 3, *rest).
@@ -303,7 +303,7 @@ def filter_transform(
         largest_scale: a power of two.
 
     Returns:
-        (points along H, points along W, *rest) in the domain's dtype; the scale of bfloat16.
+        (points along H, points along W, *rest) in the domain's dtype; the scale for bfloat16.
     """
     scale = scale_of(w) if w.dtype == jnp.bfloat16 else None
     if scale is not None and largest_scale is not None:
@@ -340,9 +340,9 @@ def multiply(
     Args:
         x: (n, h, w, c).
         u: (points along H, points along W, k, c / groups), as ``filter_transform`` returns it.
-        scale: of U.
+        scale: the scale of U.
         tile: the tile.
-        spec: window and groups of the forward convolution; axis orders are not read.
+        spec: window and groups of the forward convolution; axis orders are ignored.
         out_dtype: dtype of the result.
 
     Returns:
@@ -367,7 +367,7 @@ def multiply(
             v = transform(matrices(m).bt, v, 3 + axis)
     v = rounded(v, narrow).reshape(*v.shape[:5], groups, c // groups)
     u = u.reshape(*u.shape[:2], groups, k // groups, c // groups)
-    # Rows that are not transformed are part of the sum.
+    # Untransformed rows are part of the sum.
     rows = "a" if tile.h > 1 else ""
     m_of_points = jnp.einsum(
         f"nhwabgc,abgkc->{rows}bgnhwk",
@@ -390,7 +390,7 @@ def multiply(
 def convolve(
     op: Op, lhs: jax.Array, rhs: jax.Array, *, spec: ConvSpec, out_dtype: np.dtype
 ) -> jax.Array:
-    """Computes ``op``, fprop or dgrad; operands and result as the primitive's."""
+    """Computes ``op``, fprop or dgrad; operands and result as in the primitive."""
     lhs_role, rhs_role, out_role = op.roles
     sizes = spec.sizes(op, lhs.shape, rhs.shape)
     if sizes.empty or spec.crops_everything:

@@ -2,11 +2,11 @@
 
     y = A^T ((G g) * (B^T d))        d: m + 2 inputs, g: 3 taps, y: m outputs
 
-``*`` multiplies element by element. The matrices are those of ``cc/core/winograd.h``, which
-explains their construction (Toom and Cook; Lavin and Gray, "Fast algorithms for convolutional
-neural networks", 2015). A row of B^T or G is scaled by the power of two that brings the sum of its
-magnitudes into (1/2, 1], and the inverse goes to A^T's column: no element of the transformed input
-or filter exceeds the largest of the input or filter.
+``*`` is the elementwise product. The matrices are those of ``cc/core/winograd.h``, which explains
+their construction (Toom and Cook; Lavin and Gray, "Fast algorithms for convolutional neural
+networks", 2015). A row of B^T or G is scaled by the power of two that brings the sum of its
+magnitudes into (1/2, 1], and A^T's column by the inverse: no element of the transformed input or
+filter exceeds the largest element of the input or filter.
 """
 
 from __future__ import annotations

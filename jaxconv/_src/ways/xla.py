@@ -1,6 +1,6 @@
-"""The three operations through ``jax.lax``: the fallback of every platform.
+"""The three operations by ``jax.lax``: the fallback of every platform.
 
-The gradients are written out as convolutions instead of transposing one: inside ``shard_map`` a
+The gradients are written as convolutions instead of transposed ones, because inside ``shard_map`` a
 transposition would sum over devices a second time.
 """
 
@@ -33,7 +33,7 @@ PRECISION = {
 def convolve(
     op: Op, lhs: jax.Array, rhs: jax.Array, *, spec: ConvSpec, out_dtype: np.dtype
 ) -> jax.Array:
-    """Computes ``op`` with ``lax.conv_general_dilated``; operands and result as the primitive's."""
+    """Computes ``op`` by ``lax.conv_general_dilated``; operands and result as in the primitive."""
     sizes = spec.sizes(op, lhs.shape, rhs.shape)
     out_shape = spec.shape(op.roles[2], sizes)
     if sizes.empty or spec.crops_everything:
@@ -66,18 +66,18 @@ def _convolution(
 ):
     """``lax.conv_general_dilated``, with cropping done beforehand.
 
-    XLA:CPU (jaxlib 0.9.2 to 0.11.2) gives wrong numbers for negative padding with a stride, and on
+    XLA:CPU (jaxlib 0.9.2 to 0.11.2) gives wrong results for negative padding with a stride, and on
     an axis that is padded on its other side.
     """
     crop = [(0, 0, 0)] * lhs.ndim
     kept, dilations = [], []
     for axis, (lo, hi), dilation in zip(numbers.lhs_spec[2:], padding, lhs_dilation, strict=True):
-        if not (known(lo) and known(hi)):  # lax takes no expressions for a convolution's padding
+        if not (known(lo) and known(hi)):  # lax accepts no expressions as padding
             crop[axis] = lo, hi, dilation - 1
             lo, hi, dilation = 0, 0, 1
         elif min(lo, hi) < 0:
-            # Crops the dilated axis or, where its zeros would take much memory, whole elements;
-            # the zeros between the last one cropped and the next are then positive padding.
+            # Crops the dilated axis or, if its zeros would take much memory, whole elements; the
+            # zeros between the last cropped element and the next are then positive padding.
             step = 1 if dilation <= EXPLICIT_GROWTH else dilation
             cut = -(min(lo, 0) // step), -(min(hi, 0) // step)
             extent = dilated_extent(lhs.shape[axis], dilation // step)

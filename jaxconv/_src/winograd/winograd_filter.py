@@ -1,9 +1,9 @@
-"""Filters prepared for Winograd: U = G w G^T, computed once, in the order in which kernels read it.
+"""Filters prepared for Winograd: U = G w G^T, computed once, in the kernels' order.
 
-Of float16 and bfloat16 filters it is the vector that ``cc/core/conv_problem.h`` defines: a record
-of 256 bytes, which begins with the power of two, as float32, by which the filter was multiplied,
-and another by which kernels scale the products if they round them, and U in float16. Of float32 and
-float64 filters, which no CUDA kernel takes, it is U alone.
+For float16 and bfloat16 filters it is the vector that ``cc/core/conv_problem.h`` defines: a record
+of 256 bytes, then U in float16. The record begins with two powers of two as float32: the factor of
+the filter, and the factor by which kernels scale products that they round. For float32 and float64
+filters, which no CUDA kernel accepts, it is U alone.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from jaxconv._src.ways import winograd_jax
 from jaxconv._src.ways.winograd_jax import TILES, Tile
 from jaxconv._src.ways.winograd_points import TAPS
 
-# By tiles that filters are prepared for, the words by which problem keys name the layouts.
+# The words for the layouts in problem keys, by tile.
 LAYOUTS = {"f2x2": "winograd2", "f4x4": "winograd4", "f6x6": "winograd6", "f4x3": "winograd4x3"}
 
-# Elements of float16 in front of U.
+# The float16 elements before U.
 _RECORD = 128
 
-# The bits of larger scales are those of a float16 NaN, which a copy may change.
+# Larger scales have the bits of a float16 NaN, which a copy may change.
 _LARGEST_SCALE = np.float32(2.0**120)
 
 # Columns and reduction of a block in cc/cuda/winograd/row_filter.h.
@@ -46,10 +46,10 @@ class PreparedFilter:
     """A 3x3 filter transformed for Winograd: a pytree, made by ``prepare``.
 
     Attributes:
-        data: what the kernels read; its order is this build's own. Its size is that of U: points /
-            9 times the filter's elements (16 points of "f2x2", 36, 64, and 18 of "f4x3").
+        data: the kernels' operand, in an order private to this build. It has the size of U: points
+            / 9 times the filter's elements (16 points for "f2x2", then 36, 64, and 18 for "f4x3").
         tile: "f2x2", "f4x4", "f6x6" or "f4x3".
-        dtype: dtype of the filter, and of the inputs that it convolves.
+        dtype: dtype of the filter and of the inputs that it convolves.
         channels: input channels of one group.
         features: all output channels.
         groups: groups of channels.
@@ -64,12 +64,12 @@ class PreparedFilter:
 
     @property
     def instead_of_an_array(self) -> str:
-        """As of ``operand.array``."""
+        """As in ``operand.array``."""
         return f"a filter prepared for {self.tile}; those are the argument w of jaxconv.conv"
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        """(3, 3, C / groups, K), of the filter."""
+        """(3, 3, C / groups, K), the shape of the filter."""
         return (TAPS, TAPS, self.channels, self.features)
 
     def shape_in(self, filter_format: str) -> tuple[int, ...]:
@@ -84,12 +84,12 @@ class PreparedFilter:
 
     @property
     def is_record(self) -> bool:
-        """Whether ``data`` is a vector that CUDA kernels read."""
+        """Whether ``data`` is a vector for CUDA kernels."""
         return np.dtype(self.dtype).itemsize == 2
 
     @property
     def data_type(self) -> jax.ShapeDtypeStruct:
-        """Shape and dtype that ``data`` has."""
+        """Shape and dtype of ``data``."""
         domain, points = winograd_jax.domain(self.dtype), self.outputs.points
         if not self.is_record:
             return jax.ShapeDtypeStruct((*points, self.features, self.channels), domain)
@@ -106,17 +106,17 @@ def _up(extent: int, multiple: int) -> int:
 def prepare(
     w: ArrayLike, tile: str, *, groups: int = 1, filter_format: str = "HWIO"
 ) -> PreparedFilter:
-    """Transforms a filter for Winograd once, ahead of the calls that use it.
+    """Transforms a filter for Winograd once, before the calls that use it.
 
-    ``jaxconv.conv(x, prepare(w, "f4x4"))`` is ``jaxconv.conv(x, w, algorithm="winograd_f4x4")``
-    without the filter's transform in every call. For inference: it has no derivative.
+    ``jaxconv.conv(x, prepare(w, "f4x4"))`` equals ``jaxconv.conv(x, w, algorithm="winograd_f4x4")``
+    without the filter's transform in every call. It is for inference and has no derivative.
 
     Args:
         w: filters, (3, 3, C / groups, K) in the order ``filter_format``; float16, bfloat16, float32
             or float64.
         tile: outputs of a tile, "f2x2", "f4x4", "f6x6", or "f4x3" (four along W, filter rows
             summed).
-        groups: groups of channels, as the convolution's.
+        groups: groups of channels of the convolution.
         filter_format: the letters H, W, I and O in the order of w's axes.
 
     Returns:
@@ -154,9 +154,9 @@ def prepare(
 
 
 def _record(u: PreparedFilter, w: jax.Array, scale: jax.Array | None) -> jax.Array:
-    """The vector that kernels read, from U (points along H, along W, k, c / groups).
+    """The kernels' vector, from U (points along H, along W, k, c / groups).
 
-    ``scale``: by which U's filter w was multiplied.
+    ``scale``: the factor of U's filter w.
     """
     one = jnp.ones((), np.float32)
     scales = (one, winograd_jax.scale_of(w)) if scale is None else (scale, one)
@@ -166,9 +166,9 @@ def _record(u: PreparedFilter, w: jax.Array, scale: jax.Array | None) -> jax.Arr
 
 
 def _row_order(u: PreparedFilter) -> jax.Array:
-    """U of "f4x3" in the order of cc/cuda/winograd/row_filter.h, filled up with zeros.
+    """U of "f4x3" in the order of cc/cuda/winograd/row_filter.h, padded with zeros.
 
-    There output channels 8 t + 2 j + e of 32 are the columns 8 j + 2 t + e.
+    In this order, output channel 8 t + 2 j + e of 32 is column 8 j + 2 t + e.
     """
     rows, points = u.outputs.points
     k, c = u.features // u.groups, u.channels
@@ -181,7 +181,7 @@ def _row_order(u: PreparedFilter) -> jax.Array:
 
 
 def unpacked(w: PreparedFilter) -> tuple[jax.Array, jax.Array | None]:
-    """U (points along H, along W, k, c / groups), and its scale, as ``multiply`` takes them."""
+    """U (points along H, along W, k, c / groups) and its scale, for ``multiply``."""
     if not w.is_record:
         return w.data, None
     scaled = np.dtype(w.dtype) == jnp.bfloat16
@@ -198,7 +198,7 @@ def unpacked(w: PreparedFilter) -> tuple[jax.Array, jax.Array | None]:
 
 
 def checked(name: str, w: PreparedFilter) -> PreparedFilter:
-    """``w`` with data of the shape and dtype that its other attributes say.
+    """``w``, checked that its data has the shape and dtype given by its other attributes.
 
     Raises:
         ValueError: its data has another shape or dtype.

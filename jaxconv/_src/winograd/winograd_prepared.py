@@ -1,7 +1,8 @@
-"""The primitive conv_prepared: fprop of a filter that was prepared for Winograd.
+"""The primitive conv_prepared: fprop with a filter prepared for Winograd.
 
-A CUDA kernel of the family ``winograd`` computes it where one takes the problem; elsewhere, and on
-other platforms, the form in JAX. It has no derivative, because the filter itself is not at hand.
+A CUDA kernel of the family ``winograd`` computes it if one accepts the problem; otherwise, and on
+other platforms, the form in JAX does. It has no derivative, because the original filter is not
+available.
 """
 
 from __future__ import annotations
@@ -30,10 +31,10 @@ from jaxconv._src.winograd.winograd_filter import LAYOUTS, PreparedFilter, check
 
 
 def algorithm_of(algorithm: str, w: PreparedFilter) -> str:
-    """The algorithm that a filter was prepared for, or an instance of it that was asked for.
+    """The algorithm for which a filter was prepared, or a requested instance of it.
 
     Raises:
-        ValueError: another algorithm is asked for.
+        ValueError: another algorithm is requested.
     """
     own = f"winograd_{w.tile}"
     algorithm = selection.WITH_WINOGRAD.get(algorithm, algorithm)
@@ -50,11 +51,11 @@ def algorithm_of(algorithm: str, w: PreparedFilter) -> str:
 
 
 def check(x: jax.Array, w: PreparedFilter) -> PreparedFilter:
-    """Checks a prepared filter beside an input.
+    """Checks a prepared filter against an input.
 
     Raises:
         TypeError: the filter was prepared from another dtype than x has.
-        ValueError: its data is not what ``prepare`` made.
+        ValueError: its data does not have the form of ``prepare``'s result.
     """
     if x.dtype != w.dtype:
         raise TypeError(
@@ -70,11 +71,11 @@ def bind(x: jax.Array, w: PreparedFilter, spec: ConvSpec, out_dtype: np.dtype) -
     Args:
         x: the input, in any order of axes.
         w: a filter that ``check`` has accepted.
-        spec: of the convolution of the filter itself; the axes of w mean nothing.
+        spec: the convolution's, for the original filter; the axes of w are ignored.
         out_dtype: dtype of the result.
 
     Raises:
-        ValueError: Winograd, or the algorithm that ``spec`` demands, does not take the problem.
+        ValueError: Winograd, or the algorithm that ``spec`` demands, does not accept the problem.
     """
     if w.groups != spec.groups:
         raise ValueError(
@@ -82,7 +83,7 @@ def bind(x: jax.Array, w: PreparedFilter, spec: ConvSpec, out_dtype: np.dtype) -
         )
     algorithm = algorithm_of(spec.algorithm_of(Op.FPROP), w)
     spec = dataclasses.replace(spec, algorithm=(algorithm, algorithm, algorithm))
-    without_data: Any = None  # of which nothing is asked here
+    without_data: Any = None  # not needed here
     prepared = dataclasses.replace(w, data=without_data)
     sizes = _sizes(spec, prepared, x.shape)
     if reason := winograd_jax.refusal(Op.FPROP, spec, sizes, x.dtype):
@@ -125,7 +126,7 @@ def _no_derivative(*_, **__):
 
 
 def _batch(operands, mapped_axes, *, spec: ConvSpec, prepared: PreparedFilter, out_dtype):
-    """Maps over images, which fold into n; over filters one call for each example."""
+    """Folds mapped images into n; with mapped filters, one call for each example."""
     (x, data), (of_x, of_data) = operands, mapped_axes
     one = functools.partial(conv_prepared_p.bind, spec=spec, prepared=prepared, out_dtype=out_dtype)
     if of_data is not None:
@@ -146,7 +147,7 @@ def _batch(operands, mapped_axes, *, spec: ConvSpec, prepared: PreparedFilter, o
 
 @dataclasses.dataclass(frozen=True)
 class Prepared(Call):
-    """A forward convolution of a filter that was prepared for Winograd."""
+    """A forward convolution with a filter prepared for Winograd."""
 
     spec: ConvSpec
     prepared: PreparedFilter
@@ -168,7 +169,7 @@ class Prepared(Call):
         return _sizes(self.spec, self.prepared, lhs_shape)
 
     def tensors(self, *shapes: Sequence[int]) -> tuple[list[Tensor], list[Tensor]]:
-        """Images and positions can be split; the filter, and so all channels, stay whole."""
+        """Images and positions can be split; the filter, hence all channels, stays whole."""
 
         def positions(role: str, shape: Sequence[int]) -> Tensor:
             found = partition.tensor(self.spec, role, shape)
@@ -181,7 +182,7 @@ class Prepared(Call):
         return [positions("x", x), w], [positions("y", y)]
 
     def select(self, platform: str, sizes: Sizes, dtype: np.dtype) -> Selected:
-        """A kernel, or the form in JAX if the algorithm is no instance's name."""
+        """A kernel, or the form in JAX unless the algorithm is an instance's name."""
         chosen, key = self.select_kernel(platform, sizes)
         if chosen.instance is None and self.algorithm in winograd_jax.ALGORITHMS:
             spec = dataclasses.replace(self.spec, algorithm=(f"winograd_{self.prepared.tile}",) * 3)
@@ -193,7 +194,7 @@ class Prepared(Call):
         return chosen, key
 
     def select_kernel(self, platform: str, sizes: Sizes) -> Selected:
-        """The kernel instance, and the problem key ("" of operands that no kernel takes)."""
+        """The kernel instance, and the problem key ("" for operands that no kernel accepts)."""
         given = self.prepared
         names = [DTYPE_NAMES.get(np.dtype(d).name, "") for d in (given.dtype, self.out_dtype)]
         if not given.is_record or not all(names):
@@ -228,7 +229,7 @@ class Prepared(Call):
 
 
 def _in_jax(x, data, *, spec: ConvSpec, prepared: PreparedFilter, out_dtype):
-    """The same numbers without a kernel."""
+    """The same result without a kernel."""
     sizes = _sizes(spec, prepared, x.shape)
     if sizes.empty or spec.crops_everything:
         return jnp.zeros(spec.shape("y", sizes), out_dtype)
