@@ -485,7 +485,7 @@ def test_a_slower_epilogue_pays_where_it_saves_a_pass(monkeypatch):
 def test_a_residual_that_is_computed_for_the_call_saves_no_pass(monkeypatch, residual, saves):
     absorbed: list[bool] = []
 
-    def slower(conv, form, out_dtype, saves_nothing):
+    def slower(spec, operands, form, out_dtype, saves_nothing):
         if form.residual:
             absorbed.append(saves_nothing)
         return ""
