@@ -17,11 +17,7 @@ if(ONEDNN_HEADER AND ONEDNN_LIBRARY)
   if(JAXCONV_BUNDLE_OPENMP)
     # Under its own name, which oneDNN needs too: auditwheel would rename the copy, and a process have
     # two OpenMP runtimes. jaxconv._src.native opens it where the machine has none.
-    if(NOT OpenMP_gomp_LIBRARY)
-      message(FATAL_ERROR "jaxconv: JAXCONV_BUNDLE_OPENMP=ON, but the compiler's OpenMP is not libgomp")
-    endif()
-    get_filename_component(gomp "${OpenMP_gomp_LIBRARY}" REALPATH)
-    install(FILES "${gomp}" DESTINATION ${JAXCONV_INSTALL_DIR} RENAME libgomp.so.1)
+    install(FILES "${JAXCONV_BUNDLE_OPENMP}" DESTINATION ${JAXCONV_INSTALL_DIR} RENAME libgomp.so.1)
   endif()
   set(JAXCONV_CPU_REPORT "CPU kernels: built on oneDNN (${ONEDNN_LIBRARY})")
 else()
