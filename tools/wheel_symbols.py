@@ -61,10 +61,11 @@ def read(content: bytes) -> Elf:
     for index, symbol in enumerate(section(".dynsym").iter_symbols()):
         if symbol["st_shndx"] != "SHN_UNDEF":
             defined.add(symbol.name)
-        elif symbol["st_info"]["bind"] == "STB_GLOBAL":
-            # A name such as VER_NDX_GLOBAL stands for no version, a number for an entry of the list.
-            if of_symbols is None or isinstance(of_symbols.get_symbol(index)["ndx"], str):
-                unversioned.add(symbol.name)
+        elif symbol["st_info"]["bind"] == "STB_GLOBAL" and (
+            # The number of a version, or "VER_NDX_GLOBAL" for none.
+            of_symbols is None or isinstance(of_symbols.get_symbol(index)["ndx"], str)
+        ):
+            unversioned.add(symbol.name)
     fatbin = section(".nv_fatbin")
     gpu = set(gpu_code(fatbin.data())) if fatbin is not None else set()
     ptx, sass = ({sm for kind, sm in gpu if kind == wanted} for wanted in (_PTX, _SASS))
