@@ -22,9 +22,7 @@ from elftools.elf.elffile import ELFFile
 
 # On every system. libstdc++ is not among them: RHEL 9's is older than what GCC 12 calls.
 _SYSTEM = re.compile(r"(lib(c|m|dl|rt|pthread|gcc_s)|ld-linux-x86-64)\.so\.\d+")
-# oneDNN's package; libgomp, the machine's or the wheel's.
-_OUTSIDE = {"libdnnl.so.3", "libgomp.so.1"}
-# Symbols without versions that the interpreter and oneDNN define.
+# Symbols without versions that the interpreter and oneDNN's package define.
 _OUTSIDE_SYMBOL = re.compile("_?Py|dnnl_")
 _FATBIN = struct.pack("<I", 0xBA55ED50)
 _PTX, _SASS = 1, 2
@@ -99,10 +97,9 @@ def check(files: dict[str, Elf]) -> None:
         gpu = (", ".join(f"sm_{sm}" for sm in sorted(each)) for each in (elf.ptx, elf.sass))
         cells = (name, ", ".join(elf.needed), ", ".join(newest(elf.versions)), *gpu)
         print(f"| {' | '.join(cells)} |")
-    known = {*files, *_OUTSIDE}
     defined = set().union(*(elf.defined for elf in files.values()))
     for name, elf in files.items():
-        unknown = [n for n in elf.needed if n not in known and not _SYSTEM.fullmatch(n)]
+        unknown = [n for n in elf.needed if n not in files and not _SYSTEM.fullmatch(n)]
         # An older glibc lacks a symbol, and no version tells, where its library was not linked.
         unknown += sorted(s for s in elf.unversioned - defined if not _OUTSIDE_SYMBOL.match(s))
         if unknown:

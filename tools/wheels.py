@@ -30,9 +30,6 @@ LARGEST = 32 * MEGABYTE
 # RHEL 8's, the oldest of the systems that run JAX's own wheels.
 GLIBC = "2.28"
 PLATFORM = f"manylinux_{GLIBC.replace('.', '_')}_x86_64"
-# Dependencies of the wheel's libraries that stay outside: oneDNN is a package of its own, and
-# libgomp is found by that name (cc/cpu/cpu.cmake).
-OUTSIDE = ("libdnnl.so.3", "libgomp.so.1")
 TOOLS = pathlib.Path(sys.executable).parent
 AUDITWHEEL = (sys.executable, "-m", "auditwheel")
 # A small wheel for manylinux_2_28 with RHEL 8's libgomp inside, and the hash of that library.
@@ -120,9 +117,8 @@ def build(python: str, cuda: str, out: pathlib.Path, folder: pathlib.Path) -> pa
     defines = [f"--config-settings=cmake.define.{name}={value}" for name, value in settings.items()]
     run(python, "-m", "pip", "wheel", ".", "--no-deps", *defines, "--wheel-dir", plain)
     (wheel,) = plain.glob("*.whl")
-    excluded = [argument for name in OUTSIDE for argument in ("--exclude", name)]
     path = {**os.environ, "PATH": f"{TOOLS}{os.pathsep}{os.environ['PATH']}"}  # of patchelf
-    asked = ("--plat", PLATFORM, "--only-plat", *excluded, "--wheel-dir", repaired)
+    asked = ("--plat", PLATFORM, "--only-plat", "--wheel-dir", repaired)
     run(*AUDITWHEEL, "repair", *asked, wheel, env=path)
     (wheel,) = repaired.glob("*.whl")
     out.mkdir(parents=True, exist_ok=True)
