@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import contextlib
 import importlib
 import importlib.util
 import json
@@ -80,33 +79,6 @@ def test_doctor_reports_missing_kernels_and_still_succeeds(capsys, monkeypatch):
     assert doctor.main([]) == 0
     said = capsys.readouterr().out
     assert "missing" in said or "not built" in said
-
-
-@pytest.mark.parametrize(
-    ("release", "built", "refused"),
-    [
-        (12080, "13.0.88", True),
-        (13000, "13.0.88", False),
-        (12080, "12.8.93", False),
-        (0, "13.0.88", False),
-    ],
-)
-def test_kernels_of_cuda_13_are_left_alone_on_an_older_driver(monkeypatch, release, built, refused):
-    monkeypatch.setattr(native, "_driver_release", lambda: release)
-    module = types.SimpleNamespace(build_info=lambda: {"cuda": built})
-    message = "driver of the 580 series or newer; this one is of CUDA 12.8.*toolkit of CUDA 12"
-    with pytest.raises(ImportError, match=message) if refused else contextlib.nullcontext():
-        native._check_driver(module)
-
-
-@pytest.mark.parametrize(("version", "older"), [("570.124.06", True), ("580.65.06", False)])
-def test_doctor_names_the_driver_of_cuda_13(capsys, monkeypatch, version, older):
-    monkeypatch.setattr(doctor.environment, "nvidia_driver", lambda: (version, ["NVIDIA H200"]))
-    doctor.main([])
-    said = capsys.readouterr().out
-    assert ("CUDA 13, with which wheels are built, needs the 580 series" in said) == older
-    if jax.default_backend() == "cpu":
-        assert f'-U "jax[{"cuda12" if older else "cuda13"}]"`' in said
 
 
 def test_bench_measures_a_layer_and_writes_what_it_found(tmp_path, capsys):

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import pathlib
 import subprocess
 import sys
+import types
 import zipfile
 
+import jax
 import pytest
 
+from jaxconv import doctor
 from jaxconv._src.library import native
 
 TOOLS = pathlib.Path(__file__).resolve().parents[1] / "tools"
@@ -127,6 +131,32 @@ def test_a_wheels_openmp_runtime_is_for_machines_without_one(monkeypatch, tmp_pa
     monkeypatch.setattr(native.ctypes, "CDLL", open_library)
     native._load_openmp()
     assert opened == (["libgomp.so.1"] if installed else [str(tmp_path / "libgomp.so.1")])
+
+
+@pytest.mark.parametrize(
+    ("release", "built", "refused"),
+    [
+        (12080, "13.0.88", True),
+        (13000, "13.0.88", False),
+        (12080, "12.8.93", False),
+        (0, "13.0.88", False),
+    ],
+)
+def test_kernels_of_cuda_13_are_left_alone_on_an_older_driver(monkeypatch, release, built, refused):
+    monkeypatch.setattr(native, "_driver_release", lambda: release)
+    module = types.SimpleNamespace(build_info=lambda: {"cuda": built})
+    message = "driver of the 580 series or newer; this one is of CUDA 12.8.*toolkit of CUDA 12"
+    with pytest.raises(ImportError, match=message) if refused else contextlib.nullcontext():
+        native._check_driver(module)
+
+
+def test_doctor_names_the_driver_of_cuda_13(capsys, monkeypatch):
+    monkeypatch.setattr(doctor.environment, "nvidia_driver", lambda: ("570.124.06", ["H200"]))
+    doctor.main([])
+    said = capsys.readouterr().out
+    assert "CUDA 13, with which wheels are built, needs the 580 series" in said
+    if jax.default_backend() == "cpu":
+        assert '`pip install -U "jax[cuda12]"`' in said
 
 
 # --- what the libraries ask of a system -----------------------------------------------------------
