@@ -357,7 +357,7 @@ __global__ void __launch_bounds__(kThreads, Tag::kCtasPerSm)
     bool finished = Tag::Epilogue::kPlain;
     const int n_of_warp = n_first + Tile::WarpN();
     if constexpr (!Tag::Epilogue::kPlain && kAsync) {
-      // (Without kByChunks the pairs in flight leave no registers for this.)
+      // (Without cp.async the pairs in flight leave no registers for this.)
       if (params.k_vector && Clamps(params.epilogue) && params.epilogue.residual == nullptr) {
         ClampPixels<T>(params, epilogue, n_of_warp, acc);
         finished = true;

@@ -153,9 +153,9 @@ Status ShapeTile(const ConvProblem& problem, int64_t pixels, bool by_chunks, Til
   return {};
 }
 
-// Copies by chunks need rows of x of whole chunks, and windows that are all even or all odd in
-// their words. The distance between pixels must be small: eight pixels that are 128 bytes apart
-// share banks.
+// Copies by chunks need rows of x of whole chunks, and windows an even number of elements apart, so
+// that all begin in the same half of a word. Pixels must have few channels: eight pixels that are
+// 128 bytes apart share banks.
 Status CheckChunks(const Params& params, int64_t width) {
   if (params.c > kMostChunkChannels) {
     return Status::Unimplemented("copies of 16 bytes: expected at most " +
