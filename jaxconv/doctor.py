@@ -32,6 +32,7 @@ from jaxconv.bench.program import kernel_of, libraries
 
 _OLDEST_JAX = (0, 9, 2)
 _OLDEST_PYTHON = (3, 11)
+_CUDA13_DRIVER = 580  # the oldest series
 _ONEDNN = "onednn-cpu-gomp"
 _MOST_NAMES = 30  # of kernels that are named; more are counted
 
@@ -41,7 +42,8 @@ _LAYER = Layer(2, (8, 8), 32, 64, (3, 3), (1, 1), (1, 1))
 _REBUILD = {
     "cpu": "`pip install .` in a checkout of jaxconv; the build brings oneDNN along",
     "cuda": "`pip install .` in a checkout of jaxconv; the build brings nvcc along for drivers of "
-    "the 580 series and newer, and takes that of an installed toolkit otherwise",
+    "the 580 series and newer, and takes that of an installed toolkit otherwise, of CUDA 12 for an "
+    "older driver",
 }
 _TITLE = {"cpu": "CPU kernels", "cuda": "CUDA kernels"}
 
@@ -147,9 +149,13 @@ def _devices(report: _Report) -> list[jax.Device]:
     if driver:
         version, names = driver
         report.ok(f"NVIDIA driver {version}: {', '.join(sorted(set(names)))}")
+        if int(version.split(".")[0]) < _CUDA13_DRIVER:
+            report.note(
+                f"CUDA 13, with which wheels are built, needs the {_CUDA13_DRIVER} series or "
+                "newer; this driver needs kernels built with a toolkit of CUDA 12"
+            )
         if all(device.platform != "gpu" for device in firsts):
-            # CUDA 13 needs a driver of the 580 series or newer.
-            extra = "cuda13" if int(version.split(".")[0]) >= 580 else "cuda12"
+            extra = "cuda13" if int(version.split(".")[0]) >= _CUDA13_DRIVER else "cuda12"
             report.absent("JAX does not use the GPU", f'`pip install -U "jax[{extra}]"`')
     else:
         report.note("no NVIDIA driver: jaxconv runs on the CPU")

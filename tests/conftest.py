@@ -1,58 +1,24 @@
-"""Configuration: virtual devices, poisoned memory, platforms, seeds, the record of a GPU run."""
+"""Configuration: options, platforms, seeds, the record of a GPU run."""
 
 from __future__ import annotations
 
 import collections
-import ctypes
 import json
 import os
 import re
 import sys
 import types
 
-from xla_flags import QUICK_TO_COMPILE
+import gpu_report
+import gpus
+import jax
+import pytest
+from cc_programs import choices_program, objects  # noqa: F401 (fixtures)
+from jax_settings import UNOPTIMIZED, VIRTUAL_DEVICES
+from selection_program import cuda_selection  # noqa: F401 (a fixture)
+from worker_order import long_first
 
-# Read when the first backend starts: eight CPU devices for the sharding tests, and no preallocation
-# on a GPU, which tests share with processes that they start.
-VIRTUAL_DEVICES = 8
-_DEVICES = "--xla_force_host_platform_device_count"
-if _DEVICES not in os.environ.get("XLA_FLAGS", ""):
-    flags = f"{os.environ.get('XLA_FLAGS', '')} {_DEVICES}={VIRTUAL_DEVICES}"
-    os.environ["XLA_FLAGS"] = flags.strip()
-
-# Compiling what XLA computes around our kernels, and lax's convolutions beside them, takes most of
-# the time of the tests on a CPU: half of it less with these flags, a third less of the rest without
-# optimisation. On a GPU machine XLA compiles as for users.
-UNOPTIMIZED = not os.path.exists("/dev/nvidiactl")
-if UNOPTIMIZED and QUICK_TO_COMPILE not in os.environ["XLA_FLAGS"]:
-    os.environ["XLA_FLAGS"] += f" {QUICK_TO_COMPILE}"
-os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-
-os.environ.setdefault("KERAS_BACKEND", "jax")  # read when Keras is imported
-
-# "auto" leaves nothing to XLA that a kernel accepts: the tests are of the kernels, on shapes that
-# are small enough for XLA to be faster. test_choice.py is of the choice.
-os.environ["JAXCONV_ALGORITHM"] = "native"
-
-# glibc then fills every new allocation with 0xfe: results and workspaces on the CPU begin as
-# garbage (-1.7e38 in float32, NaN in float16), never as zeros that hide an element nobody wrote.
-POISON_BYTE = 0xFE
-M_PERTURB = -6  # from malloc.h; the fill is the complement of the parameter
-POISONED = sys.platform == "linux" and ctypes.CDLL(None).mallopt(M_PERTURB, POISON_BYTE ^ 0xFF) == 1
-
-import gpus  # noqa: E402
-
-gpus.spread_workers()  # no test needs several GPUs: several_gpus.py is a program of its own
-
-import gpu_report  # noqa: E402
-import jax  # noqa: E402
-import pytest  # noqa: E402
-
-from jaxconv._src.library import native  # noqa: E402
-
-jax.config.update("jax_default_matmul_precision", None)
-
-jax.config.update("jax_disable_most_optimizations", UNOPTIMIZED)
+from jaxconv._src.library import native
 
 
 def pytest_addoption(parser):
@@ -134,25 +100,6 @@ def pytest_xdist_make_scheduler(config, log):
     return WorkStealingScheduling(config, log)
 
 
-def long_first(items: list, long: list[bool], workers: int) -> list:
-    """The tests in an order in which the long ones begin at once, each on a worker of its own.
-
-    ``--dist worksteal`` gives each worker an equal part of the tests, in their order. One that is
-    done takes over the later half of another's.
-    """
-    first = [item for item, each in zip(items, long, strict=True) if each]
-    rest = [item for item, each in zip(items, long, strict=True) if not each]
-    order: list = []
-    for worker in range(workers):
-        size = (len(items) - len(order)) // (workers - worker)
-        part = first[worker::workers][:size]
-        count = size - len(part)
-        order += part + rest[:count]
-        del rest[:count]
-    taken = set(map(id, order))
-    return order + [item for item in items if id(item) not in taken]
-
-
 @pytest.fixture(autouse=True)
 def optimization(request):
     """XLA optimises what it compiles in tests that are marked so: their arrays are large."""
@@ -173,6 +120,13 @@ def platform(request):
     kind = {"cpu": "cpu", "cuda": "gpu"}[request.param]
     with jax.default_device(jax.devices(kind)[0]):
         yield request.param
+
+
+@pytest.fixture
+def on_the_cpu():
+    """Programs run there, and are fused as there."""
+    with jax.default_device(jax.devices("cpu")[0]):
+        yield
 
 
 @pytest.fixture

@@ -27,14 +27,16 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "tests"))
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "tests" / "support"))
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent / "bench"))
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
+import cc_programs
 import jax
 import jax.numpy as jnp
 import kernel_tables
 import numpy as np
-import test_cc
+import winograd_variants
 from selection_program import SelectionProgram
 
 import jaxconv
@@ -42,7 +44,7 @@ from jaxconv._src.fuse import fuse_convolution
 from jaxconv._src.library import native
 from jaxconv._src.problem.spec import Op, problem_key
 from jaxconv._src.ways import winograd_jax
-from jaxconv.bench import int8_layers, layers, measure_network, network_layers, winograd_variants
+from jaxconv.bench import int8_layers, layers, measure_network, network_layers
 from jaxconv.bench.measure_network import FUSED, INT8, WINOGRAD
 from jaxconv.bench.networks import NETWORKS, programs
 from jaxconv.bench.problem import Problem
@@ -219,7 +221,7 @@ def built() -> pathlib.Path:
     program = REPOSITORY / "build" / "choices" / PROGRAM.stem
     program.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as objects:
-        return test_cc.built(PROGRAM, pathlib.Path(objects), program)
+        return cc_programs.built(PROGRAM, pathlib.Path(objects), program)
 
 
 def main(argv: Sequence[str]) -> int:

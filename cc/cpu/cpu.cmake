@@ -12,16 +12,13 @@ if(ONEDNN_HEADER AND ONEDNN_LIBRARY)
   find_package(OpenMP REQUIRED COMPONENTS CXX)
   jaxconv_platform(cpu CpuPlatform ${JAXCONV_CPU_SOURCES})
   target_include_directories(jaxconv_cpu SYSTEM PRIVATE "${ONEDNN_INCLUDE}")
-  # The loader finds oneDNN because jaxconv._src.native opens it first: pip packages lie on no rpath.
-  target_link_libraries(jaxconv_cpu PRIVATE "${ONEDNN_LIBRARY}" OpenMP::OpenMP_CXX)
+  # Not linked with oneDNN, whose pip package lies on no rpath: jaxconv._src.library.native opens it
+  # first, and its symbols are known to the loader. A wheel then names no library that systems lack.
+  target_link_libraries(jaxconv_cpu PRIVATE OpenMP::OpenMP_CXX)
   if(JAXCONV_BUNDLE_OPENMP)
     # Under its own name, which oneDNN needs too: auditwheel would rename the copy, and a process have
     # two OpenMP runtimes. jaxconv._src.native opens it where the machine has none.
-    if(NOT OpenMP_gomp_LIBRARY)
-      message(FATAL_ERROR "jaxconv: JAXCONV_BUNDLE_OPENMP=ON, but the compiler's OpenMP is not libgomp")
-    endif()
-    get_filename_component(gomp "${OpenMP_gomp_LIBRARY}" REALPATH)
-    install(FILES "${gomp}" DESTINATION ${JAXCONV_INSTALL_DIR} RENAME libgomp.so.1)
+    install(FILES "${JAXCONV_BUNDLE_OPENMP}" DESTINATION ${JAXCONV_INSTALL_DIR} RENAME libgomp.so.1)
   endif()
   set(JAXCONV_CPU_REPORT "CPU kernels: built on oneDNN (${ONEDNN_LIBRARY})")
 else()

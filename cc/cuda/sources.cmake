@@ -2,9 +2,12 @@
 # makes their translation units. JAXCONV_CUDA_SOURCES are portable, JAXCONV_CUDA_SM90_SOURCES are for
 # sm_90a alone: wgmma and setmaxnreg exist nowhere else, and their headers are named so.
 
-# Instances of one device kernel, operation and type that share a translation unit: more save the
-# time to read the headers, fewer spread over more cores.
-set(JAXCONV_INSTANCES_OF_UNIT 4)
+# Instances of one device kernel that share a translation unit. A unit reads headers for as long as
+# an instance compiles, 2 s (wgmma: 5 s); more units spread over more cores. Portable instances share
+# a unit with their own type only: a GPU newer than sm_80 compiles the whole unit's PTX when it first
+# runs one of them.
+set(JAXCONV_INSTANCES_OF_UNIT 6)
+set(JAXCONV_SM90_INSTANCES_OF_UNIT 8)
 
 set(JAXCONV_CUDA_SOURCES)
 set(JAXCONV_CUDA_SM90_SOURCES)
@@ -46,23 +49,26 @@ function(jaxconv_cuda_instances family)
           set(header_${instance} "${header}")
           set(arguments_${instance} "${arguments}")
           set(form "JAXCONV_INSTANCE(${op}, ${family}, ${dtype}, ${variant}")
-          set(kind "${op}_${dtype}")
         elseif(DEFINED header_${instance})
           set(header "${header_${instance}}")
           set(arguments "${arguments_${instance}}")
           set(form "JAXCONV_FUSED_INSTANCE(${op}, ${family}, ${dtype}, ${variant}_fused")
-          set(kind "${op}_${dtype}_fused")
         else()
           message(FATAL_ERROR "jaxconv: ${table}: FUSED without KERNEL: ${instance}")
         endif()
-        set(key "${header}_${kind}")
+        set(key "${dtype}_${header}")
+        set(most ${JAXCONV_INSTANCES_OF_UNIT})
+        if(header MATCHES "_sm90$")
+          set(key "${header}")
+          set(most ${JAXCONV_SM90_INSTANCES_OF_UNIT})
+        endif()
         if(NOT DEFINED count_${key})
           set(count_${key} 0)
         endif()
-        math(EXPR part "${count_${key}} / ${JAXCONV_INSTANCES_OF_UNIT}")
+        math(EXPR part "${count_${key}} / ${most}")
         math(EXPR count_${key} "${count_${key}} + 1")
         # Files for sm_90a keep that at the end of their names.
-        set(unit "${kind}_${part}_${header}")
+        set(unit "${part}_${key}")
         if(NOT unit IN_LIST units)
           list(APPEND units "${unit}")
           set(text_${unit} "#include \"cuda/common/instances.h\"\n")

@@ -7,17 +7,16 @@ from collections.abc import Sequence
 
 import jax
 
-from jaxconv.bench import command_layers, command_networks, command_winograd_errors
-
-# By the option that asks for it; without one, single layers are measured.
-_COMMANDS = {"--network": command_networks, "--winograd-errors": command_winograd_errors}
+from jaxconv.bench import command_layers, command_networks
+from jaxconv.bench.additions import NOTHING, Additions
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None, additions: Additions = NOTHING) -> int:
     """Runs the benchmark.
 
     Args:
         argv: the command line, without the program's name; ``sys.argv`` by default.
+        additions: what the program has besides.
 
     Returns:
         The exit status: 0, or 1 where a result is wrong, a kernel failed or nothing was measured,
@@ -26,10 +25,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else list(argv)
     # A program found in JAX's cache on disk says nothing about the time to compile it.
     jax.config.update("jax_enable_compilation_cache", False)
-    for option, command in _COMMANDS.items():
+    # By the option that asks for it; without one, single layers are measured.
+    for option, command in {"--network": command_networks, **additions.commands}.items():
         if any(a == option or a.startswith(f"{option}=") for a in argv):
             return command.main(argv)
-    return command_layers.main(argv)
+    return command_layers.main(argv, additions)
 
 
 if __name__ == "__main__":

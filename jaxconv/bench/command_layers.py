@@ -21,12 +21,9 @@ from jaxconv.bench import (
     layers,
     network_layers,
     options,
-    peer_cudnn,
-    peer_torch,
-    regret,
     report,
-    winograd_variants,
 )
+from jaxconv.bench.additions import NOTHING, Additions, Peer
 from jaxconv.bench.measure import copies_of, measure
 from jaxconv.bench.networks import NETWORKS
 from jaxconv.bench.problem import DTYPES, Problem, Row
@@ -34,9 +31,6 @@ from jaxconv.bench.program import selection
 from jaxconv.bench.progress import INTERRUPTED, Progress, each
 
 _CPU_BATCH = 4
-
-# Sides through cuDNN's frontend.
-_CUDNN = {"cudnn", "cudnn-winograd"}
 
 _EXAMPLES = """
 examples:
@@ -54,9 +48,7 @@ for every axis, pad on both sides.
 int8 is lax's: int32 results. int8_nhwc and int8_nchw32 are layers of a quantised network in one
 layout or the other: int8 results, with a scale and a bias for each channel, ReLU and rounding in
 the convolution, the operands packed before; beside them lax's int32 convolution, where it has one,
-and the same in XLA. --peer cudnn is cuDNN's own convolution in NHWC by its graph API, the fastest
-of its plans: fprop of int8, with the same epilogue, float16 and bfloat16. --peer cudnn-winograd is
-the fastest of its plans of Winograd's, in NCHW, the only layout that these take.
+and the same in XLA.
 
 Every row is checked first, against float32 HIGHEST (integers: exactly). Then each library runs one
 program of several independent convolutions with random inputs of their own, in turns. Times are
@@ -65,12 +57,6 @@ every tensor once. "compile s" is a program of one convolution: trace, lower and
 lax; "temp MB" is its memory beside operands and result, jaxconv / lax, and / im2col with --peer
 im2col: the textbook's matrix of windows and XLA's matrix product. Exit status: 1 where a result is
 wrong, a kernel fails, or nothing could be measured.
-
---set winograd has rows for variants of Winograd beside the direct kernel (algorithm native) and
-lax, in fprop also with the filter prepared before, and ends with a table by problem and one of all
-problems. Variants are the kernels that are predicted fastest, of layers seed_* one of each form
-too, or with --every-variant all. "direct/it" above 1 means that a variant takes less time than the
-direct kernel.
 
 --layers-of takes every distinct convolution of built-in networks, in their usual batches.
 
@@ -86,17 +72,14 @@ kernel is wrong.
 With --algorithm native the summary says what auto would leave to XLA of these rows, and --json has
 it row by row: one run shows both what native and what auto is worth.
 
---compile-jobs N compiles the rows ahead in N threads, with cuDNN's plans in one more, and then
-times them in order, with nothing beside: several times faster on a GPU, where XLA tries kernels as
+--compile-jobs N compiles the rows ahead in N threads, what peers need in one more, and then times
+them in order, with nothing beside: several times faster on a GPU, where XLA tries kernels as
 it compiles. It tries them beside the other threads then, so that its picks can be worse. "compile
 s" is left out.
 
 --json writes the file after every row; --resume takes the rows that it has already, and measures
 the others: for runs with a time limit, as `timeout -s INT 600 python -m jaxconv.bench ...`. Rows
 that were wrong are measured again.
-
---regret times every kernel that takes a problem instead, and shows how much longer the selected one
-takes than the best; --algorithm FAMILY compares within one family.
 """
 
 
@@ -107,13 +90,14 @@ def _layer(text: str) -> tuple[str, layers.Layer]:
         raise argparse.ArgumentTypeError(str(error)) from error
 
 
-def _parser() -> options.Parser:
+def make_parser(additions: Additions = NOTHING) -> options.Parser:
+    """The options of layers, and those that are added."""
     parser = options.Parser(
         "Measures jaxconv's kernels beside lax.conv on JAX's default device: single\n"
-        "layers; whole networks with --network (see --network --help); the errors of\n"
-        "Winograd with --winograd-errors (see --winograd-errors --help).",
+        "layers; whole networks with --network (see --network --help).",
         _EXAMPLES,
-        _DETAILS,
+        _DETAILS + additions.details,
+        additions.program,
     )
     add = parser.section("layers (default: all)")
     add("--set", nargs="+", choices=layers.SETS, metavar="SET", help="layer sets, see --list")
@@ -143,7 +127,7 @@ def _parser() -> options.Parser:
     )
     add = parser.section("kernels")
     add("--algorithm", default="auto", metavar="NAME", help="auto, native, a family or an instance")
-    peers = ["torch", *sorted(_CUDNN), "im2col"]
+    peers = [*(peer.name for peer in additions.peers), "im2col"]
     add(
         "--peer",
         nargs="+",
@@ -152,11 +136,9 @@ def _parser() -> options.Parser:
         metavar="PEER",
         help=f"further columns: {', '.join(peers)}",
     )
-    add("--regret", action="store_true", help="the selected kernel beside all others")
     only = "no rows that are left to XLA, see below"
     add("--only-kernels", action="store_true", rare=True, help=only)
-    every = "all kernels in --set winograd, see below"
-    add("--every-variant", action="store_true", rare=True, help=every)
+    additions.options(add)
     add = parser.section("measurement")
     add("--device-time", action="store_true", help="the device's own time, on GPUs")
     reps = "least runs of each program (default: 10)"
@@ -186,7 +168,9 @@ def _list() -> None:
         print(f"--network {name:16} {network.about}")
 
 
-def _problems(arguments: argparse.Namespace, platform: str) -> list[Problem]:
+def problems_of(
+    arguments: argparse.Namespace, platform: str, additions: Additions
+) -> list[Problem]:
     """Every row to measure, each once, layer by layer."""
     selections = [layers.SETS[name] for name in arguments.set or ()]
     of_networks = arguments.layers_of or ()
@@ -194,7 +178,7 @@ def _problems(arguments: argparse.Namespace, platform: str) -> list[Problem]:
         selections = [layers.SETS["all"]]
     named = [(entry, s) for s in selections for entry in s.layers()]
     named += [(entry, None) for entry in arguments.layer]
-    drawn = regret.random_layers(arguments.random, arguments.seed)
+    drawn = layers.random_layers(arguments.random, arguments.seed)
     named += [(entry, None) for entry in drawn.items()]
     batch = arguments.batch or (_CPU_BATCH if platform == "cpu" else None)
     for network in of_networks:
@@ -219,9 +203,10 @@ def _problems(arguments: argparse.Namespace, platform: str) -> list[Problem]:
                     continue
                 for level in precisions if dtype == "f32" else ["default"]:
                     problem = Problem(name, layer, op, dtype, level, arguments.algorithm)
-                    if chosen and chosen.variants and arguments.algorithm == "auto":
+                    varies = additions.variants and chosen and chosen.variants
+                    if varies and arguments.algorithm == "auto":
                         problem = dataclasses.replace(problem, algorithm="native")
-                        found = winograd_variants.of(problem, platform, arguments.every_variant)
+                        found = additions.variants(problem, platform, arguments)
                         problems |= dict.fromkeys(found)
                     elif not (arguments.only_kernels and _left_to_xla(problem, platform)):
                         problems[problem] = None
@@ -232,7 +217,7 @@ def _left_to_xla(problem: Problem, platform: str) -> bool:
     return not selection(problem, platform).instance
 
 
-def _label(problem: Problem) -> str:
+def label(problem: Problem) -> str:
     variant = f" {problem.algorithm}{' prepared' * problem.prepared}" if problem.variant else ""
     return f"{problem.name} {problem.op.value} {problem.dtype_label}{variant}"
 
@@ -241,15 +226,11 @@ def _run(
     problems: list[Problem],
     arguments: argparse.Namespace,
     platform: str,
+    asked: Sequence[Peer],
     keep: Callable[[Row], None],
 ) -> list[Row]:
     """Both libraries, and the peers asked for, on every problem; ``keep`` gets each row."""
-    peers = {}
-    if "torch" in arguments.peer:
-        peers["torch"] = functools.partial(peer_torch.program, platform=platform)
-    for name in sorted(_CUDNN & set(arguments.peer)):
-        winograd = name == "cudnn-winograd"
-        peers[name] = functools.partial(peer_cudnn.program, winograd=winograd)
+    peers = {peer.name: functools.partial(peer.program, platform=platform) for peer in asked}
     seconds = arguments.seconds
     if seconds is None:
         seconds = 0.4 if platform == "cpu" else 0.1
@@ -260,8 +241,7 @@ def _run(
 
     def start(pool: Executor, problem: Problem) -> compiled.Ahead:
         copies = copies_of(problem, platform, arguments.device_time)
-        asked = sorted(_CUDNN & set(arguments.peer)) if not problem.variant else ()
-        built = [builder.submit(peer_cudnn.build, problem, n == "cudnn-winograd") for n in asked]
+        built = [] if problem.variant else [builder.submit(each.build, problem) for each in asked]
         either = dataclasses.replace(problem, dtype="int8") if problem.requantized else None
         ahead = compiled.Ahead(pool, problem, platform, copies, im2col, built, twins.get(either))
         if either:
@@ -290,7 +270,7 @@ def _run(
         return each(
             Progress(len(problems)),
             pipeline.rows(problems),
-            lambda item: _label(item[0]),
+            lambda item: label(item[0]),
             one,
             table.row,
             table.header(),
@@ -319,37 +299,27 @@ def _measured(arguments: argparse.Namespace, facts: dict[str, str], platform: st
     return [row for row in rows if not row.wrong]
 
 
-def _run_regret(problems: list[Problem], arguments: argparse.Namespace) -> list[regret.Regret]:
-    """Every kernel that takes a problem; problems that none takes are left out."""
-    one = functools.partial(
-        regret.measure_regret,
-        repetitions=arguments.reps or 10,
-        seed=arguments.seed,
-        threads=environment.threads(),
-    )
-    found = each(Progress(len(problems)), problems, _label, one, regret.line)
-    return [result for result in found if result.seconds]
-
-
-def _check(parser: argparse.ArgumentParser, arguments: argparse.Namespace, platform: str) -> None:
+def check(
+    parser: argparse.ArgumentParser,
+    arguments: argparse.Namespace,
+    platform: str,
+    asked: Sequence[Peer] = (),
+) -> None:
     """Ends the program with an error where the options do not go together or lack something."""
     try:
         algorithms(arguments.algorithm)
     except ValueError as error:
         parser.error(f"--{error}")
-    if arguments.regret and (arguments.peer or arguments.plot):
-        parser.error("--regret: compares kernels of this library; it takes no --peer and no --plot")
-    if arguments.device_time and (arguments.regret or arguments.seconds is not None):
-        parser.error("--device-time: takes --reps traces; it takes no --seconds and no --regret")
+    if arguments.device_time and arguments.seconds is not None:
+        parser.error("--device-time: takes --reps traces; it takes no --seconds")
     if arguments.device_time and platform != "cuda":
         parser.error(f"--device-time: needs a GPU, and JAX's default backend is {platform}")
     options.check_outputs(parser, arguments)
-    if arguments.resume and (not arguments.json or arguments.regret):
-        parser.error("--resume: needs --json FILE, and takes no --regret")
-    if "torch" in arguments.peer and (reason := peer_torch.missing(platform)):
-        parser.error(f"--peer torch: {reason}")
-    if (asked := sorted(_CUDNN & set(arguments.peer))) and (reason := peer_cudnn.missing(platform)):
-        parser.error(f"--peer {asked[0]}: {reason}")
+    if arguments.resume and not arguments.json:
+        parser.error("--resume: needs --json FILE")
+    for peer in asked:
+        if reason := peer.missing(platform):
+            parser.error(f"--peer {peer.name}: {reason}")
 
 
 def _write(path: str, content: dict[str, Any], rows: Sequence[Row]) -> None:
@@ -359,37 +329,28 @@ def _write(path: str, content: dict[str, Any], rows: Sequence[Row]) -> None:
     options.write_json(path, content)
 
 
-def main(argv: Sequence[str]) -> int:
+def main(argv: Sequence[str], additions: Additions = NOTHING) -> int:
     """Measures what the command line asks for; returns the exit status."""
-    parser = _parser()
+    parser = make_parser(additions)
     arguments = parser.parse_args(argv)
     if arguments.list:
         _list()
         return 0
-    if {"torch", *_CUDNN} & set(arguments.peer):
-        # JAX would reserve most of the GPU's memory before PyTorch gets any.
+    asked = [peer for peer in additions.peers if peer.name in arguments.peer]
+    if asked:  # JAX would reserve most of the GPU's memory before they get any
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     platform = environment.kernel_platform()
-    _check(parser, arguments, platform)
-    problems = _problems(arguments, platform)
+    check(parser, arguments, platform, asked)
+    problems = problems_of(arguments, platform, additions)
     if not problems:
         parser.error("no layer, operation and dtype fit these options (int8 has fprop only)")
 
     facts = environment.describe()
     facts["clock"] = "the device's" if arguments.device_time else "the host's"
-    if "torch" in arguments.peer:
-        facts["torch"] = peer_torch.about()
-    if _CUDNN & set(arguments.peer):
-        facts["cudnn"] = peer_cudnn.about()
+    for peer in asked:
+        facts |= peer.about()
     print("\n".join(f"{name}: {value}" for name, value in facts.items()), end="\n\n")
     content = {"environment": facts, "command": list(argv)}
-    if arguments.regret:
-        regrets = _run_regret(problems, arguments)
-        if arguments.json:
-            content["rows"] = [found.as_json() for found in regrets]
-            options.write_json(arguments.json, content)
-        print("\n" + regret.summary(regrets))
-        return 0 if regrets else 1
     rows: list[Row] = []
     if arguments.resume:
         try:
@@ -405,9 +366,9 @@ def main(argv: Sequence[str]) -> int:
         if arguments.json:
             _write(arguments.json, content, rows)
 
-    interrupted = len(_run(problems, arguments, platform, keep)) < len(problems)
-    if by_problem := [*winograd_variants.summary(rows), *winograd_variants.overview(rows)]:
-        print("\n".join(by_problem))
+    interrupted = len(_run(problems, arguments, platform, asked, keep)) < len(problems)
+    if tables := additions.tables(rows):
+        print("\n".join(tables))
     lines = report.summary(rows, arguments.peer)
     if arguments.json:
         _write(arguments.json, content, rows)

@@ -194,7 +194,7 @@ class LayerSet(NamedTuple):
         dtypes, precision: by default one for the platform.
         ops: operations; () stands for all.
         batches: numbers of images, of layers that have several; () stands for the layer's own.
-        variants: every variant of Winograd in rows of its own (``variants``).
+        variants: its problems have variants, which ``tools/bench`` measures.
     """
 
     about: str
@@ -311,3 +311,26 @@ def parse(text: str) -> Layer:
     if 0 in layer.out_spatial:
         raise ValueError(f"{text!r}: the window does not fit the padded input; no outputs")
     return layer
+
+
+def random_layers(count: int, seed: int = 0) -> dict[str, Layer]:
+    """Dense layers with channels in multiples of 8, of 1 to 100 GFLOP: name -> layer."""
+    rng = np.random.default_rng(seed)
+    found: dict[str, Layer] = {}
+    while len(found) < count:
+        rank = int(rng.choice([1, 2, 2, 2, 2, 3]))
+        extent = int(np.exp(rng.uniform(np.log(7), np.log((0, 4096, 256, 48)[rank]))))
+        window = int(rng.choice([1, 1, 3, 3, 3, 5]))
+        stride, dilation = ((1, 1), (1, 1), (2, 1), (1, 2))[rng.integers(4)]
+        dilation = dilation if window > 1 else 1
+        n = int(2 ** rng.integers(0, 8))
+        c, k = (8 * int(np.exp(rng.uniform(np.log(2), np.log(128)))) for _ in range(2))
+        pad = dilation * (window - 1) // 2
+        prefix = "" if rank == 2 else f"{rank}d:"
+        numbers = [n, *[extent] * rank, c, k, *[window] * rank, stride, pad, 1, dilation]
+        text = prefix + ",".join(map(str, numbers))
+        layer = parse(text)
+        operands = 2 * (layer.size("x") + layer.size("w") + layer.size("y"))
+        if 1e9 <= layer.flops <= 1e11 and operands <= 5e8:
+            found[text] = layer
+    return found

@@ -10,22 +10,24 @@ import pathlib
 from collections.abc import Callable
 from typing import Any
 
+PROGRAM = "python -m jaxconv.bench"
 _PLOT_FORMATS = (".png", ".pdf", ".svg")
 
 
 class Parser(argparse.ArgumentParser):
     """Options in sections, of which ``--help`` shows a screen and ``--help-all`` everything."""
 
-    def __init__(self, about: str, examples: str, details: str):
+    def __init__(self, about: str, examples: str, details: str, program: str = PROGRAM):
         """A parser without options.
 
         Args:
             about: what the command does.
             examples: command lines, below the options of ``--help``.
             details: what the results mean, below the options of ``--help-all``.
+            program: its name.
         """
         super().__init__(
-            prog="python -m jaxconv.bench",
+            prog=program,
             usage="%(prog)s [options]",
             description=about,
             epilog=examples,

@@ -18,7 +18,7 @@ from jaxconv._src.call.selection import PLATFORMS
 from jaxconv._src.conv import bilinear
 from jaxconv._src.library import native
 from jaxconv._src.problem.spec import Op
-from jaxconv.bench import int8_layers, winograd_variants
+from jaxconv.bench import int8_layers, prepared_filters
 from jaxconv.bench.problem import Library, Problem
 
 Convolution = Callable[..., jax.Array]
@@ -75,7 +75,7 @@ def libraries(problem: Problem, im2col: bool = False) -> dict[str, Library]:
         sums = operation(problem, lax.conv_general_dilated)
         return {"jaxconv": int8_layers.ours(problem), "lax": int8_layers.requantize_by_xla(sums)}
     if problem.prepared:
-        return {"jaxconv": winograd_variants.library(problem)}
+        return {"jaxconv": prepared_filters.library(problem)}
     compared = {
         "jaxconv": functools.partial(ours, algorithm=problem.algorithm),
         "lax": lax.conv_general_dilated,
@@ -136,7 +136,7 @@ def selection(problem: Problem, platform: str) -> native.Selection:
     if problem.requantized:
         return int8_layers.selection(problem, platform)
     if problem.prepared:
-        return winograd_variants.selection(problem, platform)
+        return prepared_filters.selection(problem, platform)
     layer = problem.layer
     spec = layer.spec(problem.precision, problem.algorithm)
     dtypes = problem.operand_dtype, problem.out_dtype

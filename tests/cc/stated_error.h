@@ -8,7 +8,7 @@ namespace jaxconv {
 
 // 0 but for some of family winograd: F(2, 3) is exact, but G of F(4, 3) and F(6, 3) divides by 3
 // and 5, so that U is rounded to float16, as M is by instances named half. About twice the largest
-// error found; a tap that is left out makes 0.1. tests/numerics.py reads these lines.
+// error found; a tap that is left out makes 0.1. tests/support/numerics.py reads these lines.
 struct WinogradError {
   char m;
   double error;

@@ -16,7 +16,7 @@ import sys
 EMULATOR = pathlib.Path(__file__).resolve().parent
 TESTS = EMULATOR.parent
 CC = TESTS.parent / "cc"
-sys.path[:0] = [str(TESTS), str(EMULATOR)]
+sys.path[:0] = [str(TESTS / "support"), str(EMULATOR)]
 
 import kernel_tables  # noqa: E402
 import translate  # noqa: E402

@@ -22,7 +22,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 REPOSITORY = pathlib.Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(REPOSITORY / "tests"))
+sys.path.insert(0, str(REPOSITORY / "tests" / "support"))
 import kernel_tables  # noqa: E402
 
 _OUTWARDS = re.compile(r"\[([^\]]+)\]\((\.\./[^)#]+)\)")

@@ -9,7 +9,7 @@
 // kernel (without .cuh), the template in that header, its arguments, and any further fields for the
 // family's plan.cc. The line declares one instance for each operation and type, named
 // <op>_<family>_<dtype>_<variant>. CMake reads the first four fields to generate translation units,
-// tests/kernel_tables.py the first three to know the names.
+// tests/support/kernel_tables.py the first three to know the names.
 //
 //     PADDED(FPROP_DGRAD, BF16_F16, 128x256x64_cooperative)
 //

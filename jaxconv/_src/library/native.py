@@ -119,6 +119,28 @@ def _load_onednn() -> None:
     raise ImportError("the package onednn-cpu-gomp holds no libdnnl.so")
 
 
+def _driver_release() -> int:
+    """The CUDA release of the NVIDIA driver, 12080 for 12.8; 0 without a driver."""
+    release = ctypes.c_int()
+    try:
+        ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(release))
+    except OSError:
+        return 0
+    return release.value
+
+
+def _check_driver(module) -> None:
+    """Raises ImportError where the driver is older than the CUDA release of the kernels."""
+    release = _driver_release()
+    # A driver of CUDA 13 serves all releases that build the kernels; ``build_info`` asks the GPU.
+    if 0 < release < 13000 and int((built := module.build_info()["cuda"]).split(".")[0]) >= 13:
+        raise ImportError(
+            f"built with CUDA {built}, which needs an NVIDIA driver of the 580 series or newer; "
+            f"this one is of CUDA {release // 1000}.{release % 1000 // 10}. Update it, or build "
+            "jaxconv with an installed toolkit of CUDA 12 (CUDA 12's pip packages have no nvcc)"
+        )
+
+
 class Platform:
     """The kernels of one platform, registered with XLA on construction."""
 
@@ -134,6 +156,8 @@ class Platform:
                 f"built against FFI {built[0]}.{built[1]}, newer than jaxlib's "
                 f"{running[0]}.{running[1]}; rebuild jaxconv or update jaxlib"
             )
+        if name == "cuda":
+            _check_driver(self.module)
         # The names of every call's operands and results, in order.
         self.arrays: dict[str, tuple[list[str], list[str]]] = self.module.arrays()
         for target, handler in self.module.registrations().items():

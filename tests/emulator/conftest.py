@@ -1,0 +1,5 @@
+"""What tests of the emulator share."""
+
+from __future__ import annotations
+
+from emulated_cases import programs  # noqa: F401 (a fixture)

@@ -1,0 +1,261 @@
+"""``fuse`` sees what a layer computes, however it is spelled: the same calls, as exact results.
+
+Every run takes some of the spellings, by ``--seed``; ``--slow`` takes all of them, and random ones.
+``python tests/fuse/spellings.py --table`` shows the calls of each.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+import itertools
+
+import jax
+import numpy as np
+import pytest
+import spelling_calls
+import spellings
+from spelling_calls import ORDERS
+from spelling_groups import GROUPS
+from spellings import GROUPED, SPELLINGS, Spelling, canonical
+
+import jaxconv
+from jaxconv._src.library import native
+
+pytestmark = pytest.mark.usefixtures("on_the_cpu")
+
+ALL = {**SPELLINGS, **GROUPED}
+
+# Spellings of one run: whose calls are compared, whose results are, and random ones with --slow.
+TRACED, COMPUTED, RANDOM = 24, 5, 60
+
+# For each target: CPUs, and CUDA of a GPU that need not be there.
+TARGETS = ("", "sm_90a")
+
+# An error of the fused program over the unfused one's, both norms, of arrays of so many elements.
+# In float32 it is that of another order of summation, 1.7 for single spellings at large ratios.
+RATIO, ELEMENTS = {"bfloat16": 1.2, "float16": 1.2, "float32": 2.0}, 1000
+
+# XLA rounds where the program says so. On CPUs it would keep a 16-bit convolution's result in
+# float32 for batch norm, which no GPU does.
+AS_WRITTEN = {"xla_allow_excess_precision": False}
+
+# Draws of numbers, whose errors are averaged. Of one alone, the ratio of two programs that are
+# right varies by a third: rounding of means and variances is that of 16 channels. Where few draws
+# do not suffice, more decide.
+DRAWS = (6, 40)
+
+# Mean over standard deviation of the first convolution's results.
+RATIOS = (1.0, 30.0, 1000.0)
+
+
+def pytest_generate_tests(metafunc):
+    """The spellings of this run; every one has its turn as the seed grows."""
+    counts = {"traced": TRACED, "computed": COMPUTED}
+    for fixture, count in counts.items():
+        if fixture not in metafunc.fixturenames:
+            continue
+        chosen, seed = list(ALL), metafunc.config.getoption("seed")
+        order = np.random.default_rng(0).permutation(len(chosen))
+        names = [chosen[i] for i in np.roll(order, -seed * count)]
+        if not metafunc.config.getoption("slow"):
+            names = names[:count]
+        metafunc.parametrize(fixture, names)
+
+
+def spelled(name: str) -> Spelling:
+    """The spelling of this name, or a skipped test where its library is not installed."""
+    if library := ALL[name].missing:
+        pytest.skip(f"{library} is not installed")
+    return ALL[name]
+
+
+# --- the list itself ---
+
+
+def test_spellings_are_many_and_their_names_differ():
+    kinds = collections.Counter(s.meaning.norm for s in ALL.values())
+    assert kinds["batch"] >= 60 and kinds["instance"] >= 5 and kinds[f"group {GROUPS}"]
+    assert len(set(ALL.values())) == len(ALL)
+    assert {s.dtype for s in ALL.values()} == set(spellings.DTYPES)
+    assert {s.layout for s in ALL.values()} == {"NHWC", "NCHW"}
+    for fields in (spellings.ACTIVATIONS, spellings.SHORTCUTS, spellings.SQUEEZES):
+        words = {word for s in ALL.values() for word in (s.activation, s.shortcut, s.squeeze)}
+        assert set(fields) <= words
+
+
+def test_a_canonical_spelling_has_the_meaning_that_it_stands_for():
+    for spelling in [*ALL.values(), *(spellings.drawn(0, i) for i in range(100))]:
+        assert canonical(spelling.meaning).meaning == spelling.meaning
+
+
+# --- calls ---
+
+
+@functools.cache
+def found(spelling: Spelling, order: str, target: str) -> spelling_calls.Found:
+    return spelling_calls.found(spelling, order, jaxconv.fuse, target)
+
+
+def assert_same_calls(spelling: Spelling, order: str, target: str) -> None:
+    """The forms of calls equal the canonical spelling's; by primitive, those of its kind.
+
+    Under ``jax.checkpoint`` a derivative that is told by the result computes that again, and one
+    that is told by the operand does not, so that kinds differ.
+    """
+    actual = found(spelling, order, target)
+    models = [(canonical(spelling.meaning), True), (canonical_of_kind(spelling), False)]
+    for model, forms in models[: 1 if spelling.remat else 2]:
+        said = spelling_calls.complaint(actual, found(model, order, target), forms)
+        assert not said, f"{spelling.name}, {order}, {target}: {said}, beside {model.name}"
+
+
+def canonical_of_kind(spelling: Spelling) -> Spelling:
+    """The canonical spelling with the first function that a kernel computes as this one's."""
+    kernel = spellings.ACTIVATIONS[spelling.activation].kernel
+    first = next(a for a in spellings.ACTIVATIONS.values() if a.kernel == kernel)
+    return canonical(spelling.meaning._replace(activation=first.function))
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_calls(traced, order, native_cpu):
+    for target in TARGETS:
+        assert_same_calls(spelled(traced), order, target)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("dtype", spellings.DTYPES)
+@pytest.mark.parametrize("shortcut", ["none", "z + a"])
+@pytest.mark.parametrize("norm", ["batch", f"group {GROUPS}"])
+def test_two_layers_consist_of_calls(norm, shortcut, dtype, target, native_cpu):
+    """Two norms by their moments (of a batch, of the convolutions' calls where kernels form them).
+
+    Of the sums over activations, those of the first norm's backward pass are a call. The second
+    norm's gradient is a vector of each example: its two sums read no array beside y and may be left
+    to XLA, as the head's mean is. In float32 the derivative of moments sums deviations once more.
+    """
+    meaning = Spelling(activation="jax.nn.silu", shortcut=shortcut, dtype=dtype).meaning
+    spelling = canonical(meaning._replace(norm=norm))
+    both = [found(spelling, order, target) for order in ORDERS]
+    counted = [spelling_calls.names(each.calls) for each in both]
+    assert counted[0] == counted[1]
+    moments = counted[0]["jaxconv_moments"]
+    if norm == "batch":
+        moments += sum(n for call, n in both[0].calls.items() if "statistics=True" in call)
+    assert (moments, counted[0]["jaxconv_normalise"]) == (2, 2), counted[0]
+    most = 5 if dtype == "float32" else 3
+    assert counted[0]["jaxconv_masked_sums"] >= 1 and both[0].sums <= most, both[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("index", range(RANDOM))
+def test_calls_of_random_spellings(index, seed, native_cpu):
+    spelling = spellings.drawn(seed, index)
+    for order in ORDERS:
+        for target in TARGETS:
+            assert_same_calls(spelling, order, target)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_custom_calls_of_a_program_for_gpus(traced, order):
+    """Lowered for an H100 where the CUDA kernels are installed; no GPU need be there."""
+    kernels = native.load("cuda")
+    if isinstance(kernels, native.Refusal):
+        pytest.skip(f"no CUDA kernels: {kernels.reason}")
+    spelling = spelled(traced)
+    actual, expected = (
+        spelling_calls.lowered_calls(each, order, jaxconv.fuse, TARGETS[1])
+        for each in (spelling, canonical(spelling.meaning))
+    )
+    assert not spelling_calls.difference(actual, expected)
+
+
+# --- results ---
+
+
+def results(spelling: Spelling, fuse=None, order: str = "outside"):
+    """A compiled function of (parameters, input) to arrays of the result and the gradients."""
+    function = spelling_calls.gradient(spelling, order, fuse, argnums=(0, 1), has_aux=True)
+    return jax.jit(lambda p, x: jax.tree.leaves(function(p, x)), compiler_options=AS_WRITTEN)
+
+
+@functools.cache
+def exact(spelling: Spelling):
+    """The same in float64, of the canonical spelling where a library computes in float32."""
+    model = spelling if spelling.exact else canonical(spelling.meaning)
+    return results(dataclasses.replace(model, dtype="float64"))
+
+
+def errors(actual, of_float64) -> np.ndarray:
+    """Of arrays large enough, norms of their errors over norms of the arrays."""
+    wide = [np.asarray(a).astype(np.float64) for a in actual]
+    relative = [
+        np.linalg.norm(a - e) / np.linalg.norm(e)
+        for a, e in zip(wide, of_float64, strict=True)
+        if e.size >= ELEMENTS
+    ]
+    return np.asarray(relative)
+
+
+def assert_as_exact(spelling: Spelling, target: str) -> None:
+    """By the root mean square of several draws' errors; one compilation serves all of them."""
+    programs = {"unfused": results(spelling)}
+    programs |= {order: results(spelling, jaxconv.fuse, order) for order in ORDERS}
+    with spelling_calls.target(target):
+        for function in programs.values():
+            function(*spelling.values())
+    for ratio in RATIOS:
+        complaints = []
+        squares = dict.fromkeys(programs, 0.0)
+        for begin, end in itertools.pairwise((0, *DRAWS)):
+            for seed in range(begin, end):
+                p, x = spelling.values(ratio, seed)
+                with jax.enable_x64(True):
+                    wide = spelling.values(ratio, seed, dtype="float64")
+                    of_float64 = [np.asarray(e) for e in exact(spelling)(*wide)]
+                for name, function in programs.items():
+                    squares[name] += errors(function(p, x), of_float64) ** 2
+            complaints = exceeding({n: np.sqrt(s / end) for n, s in squares.items()}, spelling)
+            if not complaints:
+                break
+        assert not complaints, f"{spelling.name}, mean / std {ratio}: {'; '.join(complaints)}"
+
+
+def exceeding(mean: dict[str, np.ndarray], spelling: Spelling) -> list[str]:
+    """The errors of fused programs that are too large, by programs' mean errors of all arrays."""
+    theirs = mean["unfused"]
+    allowed = RATIO[spelling.dtype] * theirs + float(jax.numpy.finfo(spelling.dtype).eps)
+    return [
+        f"{order}, array {at}: {mean[order][at]:.3g}, unfused {theirs[at]:.3g}"
+        for order in ORDERS
+        for at in np.flatnonzero(~(mean[order] <= allowed))
+        if theirs[at] < 0.5  # others have no digit, or overflow where float32 does not
+    ]
+
+
+def test_results_are_as_exact(computed, native_cpu):
+    assert_as_exact(spelled(computed), TARGETS[list(ALL).index(computed) % 2])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("index", range(RANDOM))
+def test_results_of_random_spellings(index, seed, native_cpu):
+    assert_as_exact(spellings.drawn(seed, index), TARGETS[index % 2])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ALL)
+def test_a_spelling_means_what_its_meaning_says(name):
+    """It computes what the canonical spelling computes: in float64, by a library in float32."""
+    spelling = spelled(name)
+    if spelling.parts in spellings.OTHER_VALUES:
+        pytest.skip("other coefficients, by the same operations")
+    dtype = "float64" if spelling.exact else "float32"
+    with jax.enable_x64(spelling.exact):
+        values = spelling.values(dtype=dtype)
+        actual, expected = (
+            np.asarray(jax.jit(dataclasses.replace(each, dtype=dtype).features)(*values))
+            for each in (spelling, canonical(spelling.meaning))
+        )
+    assert np.abs(actual - expected).max() <= (1e-9, 1e-5)[not spelling.exact] * expected.max()

@@ -1,0 +1,91 @@
+"""Runs a kernel that is demanded by name on every problem that it accepts.
+
+What is called, and what is right, the tests of plain, fused and 8-bit kernels say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+from numerics import TOGETHER, exact_operands, excess, mismatch, poisoned, tolerance_of
+from problems import Problem
+
+from jaxconv._src.library import native
+from jaxconv._src.problem.spec import Op
+
+# A function, its operands, and what says what is wrong with the results of its runs.
+Prepared = tuple[Callable, Sequence, Callable[..., Iterable[str]]]
+
+# A kernel that takes fewer problems than this would pass by refusing.
+LEAST_ACCEPTED = 4
+
+
+def wrong_results(calls: Sequence[Callable[[], Prepared]], runs: int = 1) -> list[str]:
+    """What is wrong with the results of calls; ``TOGETHER`` of them are one program.
+
+    The results begin as NaN in each of the ``runs``.
+    """
+    found: list[str] = []
+    for at in range(0, len(calls), TOGETHER):
+        some = [call() for call in calls[at : at + TOGETHER]]
+        functions, operands, judges = zip(*some, strict=True)
+
+        def together(*operands, functions=functions):
+            return [call(*each) for call, each in zip(functions, operands, strict=True)]
+
+        program = poisoned(together, *operands)
+        for judge, *results in zip(judges, *(program() for _ in range(runs)), strict=True):
+            found += filter(None, judge(*results))
+    return found
+
+
+class Forced:
+    """The calls of one kernel that is demanded by name."""
+
+    def __init__(self, platform: str, instance: str):
+        self.instance = instance
+        self.device = jax.devices({"cpu": "cpu", "cuda": "gpu"}[platform])[0]
+        self.calls: list[Callable[[], Prepared]] = []
+        self.failures: list[str] = []
+
+    def takes(self, chosen: native.Selection, line: str) -> bool:
+        """Whether the kernel takes a problem; it must say why not, and no other may come."""
+        if chosen.instance is None:
+            if not chosen.refusals or not all(r.reason.strip() for r in chosen.refusals):
+                self.failures.append(f"{line}\n  refused without a reason: {chosen.refusals}")
+        elif chosen.instance != self.instance:
+            self.failures.append(f"{line}\n  asked {self.instance}, got {chosen.instance}")
+        return chosen.instance == self.instance
+
+    def check(self, least: int = LEAST_ACCEPTED) -> None:
+        """Runs the calls; fails where a result or a refusal is wrong, or the calls are few."""
+        with jax.default_device(self.device):
+            self.failures += wrong_results(self.calls)
+        assert not self.failures, "\n".join(self.failures)
+        assert len(self.calls) >= least, f"{self.instance} took only {len(self.calls)} problems"
+
+
+def operation_call(
+    op: Op, problem: Problem, dtype: str, layout: str, repro: str, *, seed: int = 0, **options: Any
+) -> Prepared:
+    """An operation on integers whose sums are representable: every order gives the same bits.
+
+    Args:
+        op, problem, dtype, layout: what is computed.
+        repro: what a report begins with.
+        seed: of the operands.
+        options: of the problem's spec.
+    """
+    *sides, expected = exact_operands(op, problem, dtype, seed=seed)
+    roles = op.roles[:2]
+    operands = [problem.to_layout(*each, layout) for each in zip(roles, sides, strict=True)]
+    tolerance = tolerance_of(options.get("algorithm", ""))
+
+    def judge(*results: jax.Array) -> list[str]:
+        first, *others = (problem.to_canonical(op.roles[2], y, layout) for y in results)
+        again = [mismatch(other, first, f"second run, {repro}") for other in others]
+        return [excess(first, expected, tolerance, repro), *again]
+
+    return problem.operation(op, dtype, layout=layout, **options), operands, judge

@@ -1,0 +1,40 @@
+"""The sources compile for aarch64 (GH200), whose wheels have no oneDNN."""
+
+from __future__ import annotations
+
+import pathlib
+import shutil
+import subprocess
+import sysconfig
+
+import jax
+import pytest
+
+CC = pathlib.Path(__file__).resolve().parents[2] / "cc"
+COMPILER = "aarch64-linux-gnu-g++"
+ROOMS = ("core", "cuda", "ffi", "bindings")
+SOURCES = sorted(source for room in ROOMS for source in (CC / room).rglob("*.cc"))
+# What CMake defines (cc/CMakeLists.txt, cc/cuda/cuda.cmake).
+MACROS = {
+    "JAXCONV_MODULE": "cuda",
+    "JAXCONV_PLATFORM": "CudaPlatform",
+    "JAXCONV_VERSION": '"0"',
+    "JAXCONV_CUDA_VERSION": '"13.0"',
+    "JAXCONV_CUDA_ARCHITECTURES": '"80"',
+}
+
+
+@pytest.mark.long
+def test_every_source_compiles_for_aarch64():
+    if shutil.which(COMPILER) is None:
+        pytest.skip(f"no {COMPILER} on PATH; Debian's package g++-aarch64-linux-gnu has it")
+    nanobind = pytest.importorskip("nanobind", reason="nanobind is not installed")
+    system = (jax.ffi.include_dir(), nanobind.include_dir(), sysconfig.get_path("include"))
+    flags = ["-std=c++17", "-fsyntax-only", "-Wall", "-Wextra", "-Werror", f"-I{CC}"]
+    flags += [option for folder in system for option in ("-isystem", folder)]
+    flags += [f"-D{name}={value}" for name, value in MACROS.items()]
+    assert len(SOURCES) > 40
+    for source in SOURCES:
+        command = [COMPILER, *flags, str(source)]
+        ran = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert ran.returncode == 0, f"{source}\n{ran.stderr[-4000:]}"
