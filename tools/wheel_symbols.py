@@ -85,7 +85,7 @@ def gpu_code(fatbin: bytes) -> Iterator[tuple[int, int]]:
 
 
 def newest(versions: set[str]) -> list[str]:
-    """Of GLIBC_2.4, GLIBC_2.28, GCC_3.0: GCC_3.0 and GLIBC_2.28."""
+    """The newest of each: GCC_3.0, GLIBC_2.28 for GLIBC_2.4, GLIBC_2.28, GCC_3.0."""
     ordered = sorted(versions, key=lambda text: [int(n) for n in re.findall(r"\d+", text)])
     return sorted({version.partition("_")[0]: version for version in ordered}.values())
 

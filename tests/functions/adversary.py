@@ -124,7 +124,7 @@ def materialize(tree: Any) -> list[Any]:
     Numbers of dtypes that NumPy lacks are compared in float32.
     """
     leaves = []
-    # Of an array whose computation failed, NumPy's view ends the process (jaxlib 0.10.2).
+    # A NumPy view of an array whose computation failed ends the process (jaxlib 0.10.2).
     jax.block_until_ready(tree)
     for leaf in jax.tree.leaves(tree, is_leaf=lambda x: x is None):
         if isinstance(leaf, jax.Array | np.ndarray):

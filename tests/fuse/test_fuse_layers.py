@@ -96,7 +96,7 @@ def of(kind: str, function, *args) -> list:
 
 
 def layers(function, *args) -> list[str]:
-    """Of each call of ``normalise``: arrays, whether it has a shortcut, its copies and bits."""
+    """For each call of ``normalise``: arrays, whether it has a shortcut, its copies and bits."""
     return [
         f"{f.arrays}{'+' * f.shortcut}{' x2' * (f.copies == 2)}{' bits' * f.bits}"
         for f in of("normalise", function, *args)
@@ -104,7 +104,7 @@ def layers(function, *args) -> list[str]:
 
 
 def sums(function, *args) -> list[str]:
-    """Of each call of ``masked_sums``: gradients, arrays, what it masks by, whether it stores."""
+    """For each call of ``masked_sums``: gradients, arrays, the mask's source, whether it stores."""
     return [
         f"{f.gradients} {f.arrays} {f.activation or f.masked_by}{' stored' * f.stores}"
         for f in of("masked_sums", function, *args)
@@ -264,7 +264,7 @@ def test_gradients_that_are_not_stored(name, way):
 
 
 def test_frozen_vectors_have_no_sums():
-    """Of a projection whose vectors alone have gradients the call reads one array."""
+    """If only the vectors of a projection have gradients, the call reads one array."""
 
     def forward(p, x):
         q = jax.tree.map(lax.stop_gradient, p)
