@@ -1,4 +1,4 @@
-"""Problems of at least three tiles a CTA for persistent kernels.
+"""Problems with at least three tiles for each CTA of persistent kernels.
 
 Every problem has at least two tiles along m and n, and tails in each; kernels that keep the filter
 in shared memory have one tile along n. Extents follow from the tile in the instance's name.

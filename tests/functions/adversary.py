@@ -4,7 +4,7 @@ As a script it prints a table, and ends with status 1 where a case fails:
 
     python tests/functions/adversary.py [PATTERN]
 
-``test_adversary.py`` runs the same cases. Those that could end the process run in one of their own.
+``test_adversary.py`` runs the same cases. Cases that could end the process run in a separate one.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What ``fuse`` makes of normalised layers in training, and of their gradients.
 
-A test counts the calls, and the sums over activations that are left to XLA: a program that stays as
-it is would pass a comparison of numbers. The gradients are taken inside of ``fuse`` and around it,
+A test counts the calls, and the sums over activations that are left to XLA, because an unchanged
+program would pass a comparison of numbers. The gradients are taken inside ``fuse`` and around it,
 which must give the same calls.
 """
 

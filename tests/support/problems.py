@@ -1,7 +1,7 @@
 """The one list of convolution problems that every test draws from.
 
-A ``Problem`` is written with the sizes a reader thinks in; ``spec`` and ``line`` give the library's
-own forms. Sizes are small: correctness lives in the tails, the strides and the odd extents.
+A ``Problem`` has sizes in readable form; ``spec`` and ``line`` return the library's forms. Sizes
+are small, because errors appear in tails, strides and odd extents.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """cuDNN's own convolutions as a further side, through cuDNN's Python frontend.
 
 ``jax.lax`` and PyTorch have no int8 convolution on GPUs; cuDNN's graph API has one, in NHWC, with
-scale, bias and ReLU fused. It also tells which of its plans are Winograd's, which ``jax.lax`` does
-not; they take NCHW alone. PyTorch holds the buffers. Every execution plan that cuDNN's heuristics
-offer is timed once, and the fastest is measured.
+scale, bias and ReLU fused. Unlike ``jax.lax``, it also identifies plans that use Winograd; these
+support only NCHW. PyTorch holds the buffers. Every execution plan from cuDNN's heuristics is timed
+once, and the fastest is measured.
 """
 
 from __future__ import annotations
