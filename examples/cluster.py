@@ -6,11 +6,11 @@
 
 Every process runs this program and computes with its own devices. The batch is split over the
 devices of all processes; parameters are replicated. ``jax.jit`` makes one program of the step, in
-which the weight gradients and the sums of batch norm are all-reduces between the processes. Nothing
-of it names jaxconv but ``jaxconv.install()`` and ``jaxconv.fuse``.
+which the weight gradients and the sums of batch norm are all-reduces between the processes. Only
+``jaxconv.install()`` and ``jaxconv.fuse`` refer to jaxconv.
 
-The data are scikit-learn's bundled digits. With ``--processes`` the exit status is 1 where the
-processes disagree, or where the losses are not those of one process.
+The data are scikit-learn's bundled digits. With ``--processes`` the exit status is 1 if the
+processes disagree, or if the losses differ from those of one process.
 """
 
 from __future__ import annotations

@@ -4,19 +4,19 @@
     python examples/int8_inference.py          # quantisation after training
     python examples/int8_inference.py --qat    # and quantisation-aware training
 
-The data are those of train_cnn.py. Its network has no batch normalisation, so this one adds it
-behind each convolution, and a residual connection: both are what quantisation folds and fuses.
+The data are those of train_cnn.py. This network also has batch normalisation after each
+convolution, and a residual connection, which quantisation folds and fuses.
 
 1. The network is trained in float32, with Flax, on jaxconv's kernels.
 2. Batch normalisation is folded into the filters, and the greatest magnitude of each activation on
    training images becomes its scale.
-3. From the first to the last layer the quantised network holds int8 in NCHW32. Bias, residual,
-   ReLU and requantisation are part of each convolution. The classifier is one as well, with
-   float32 results.
+3. From the first to the last layer the activations of the quantised network are int8 in NCHW32.
+   Bias, residual, ReLU and requantisation are part of each convolution. The classifier is also a
+   convolution, with float32 results.
 
 Sums are exact and the rounding is specified, so every platform gives the same logits, bit for bit;
-where JAX has a GPU, the program compares it with the CPU. Exits with status 1 where int8 loses more
-than 0.5 points of test accuracy, or where two platforms differ.
+if JAX has a GPU, the program compares it with the CPU. Exits with status 1 if int8 loses more than
+0.5 points of test accuracy, or if two platforms differ.
 """
 
 from __future__ import annotations

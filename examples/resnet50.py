@@ -5,15 +5,15 @@
     python examples/resnet50.py --fuse --size 224 --batch-size 256    # on a GPU
 
 The network is written in Flax as users write it: convolutions of ``nnx.Conv``, batch norm in
-training mode, bfloat16 activations over float32 parameters. jaxconv comes in where the step is
-compiled: ``jaxconv.override()`` puts its kernels under every convolution, and with ``--fuse``
+training mode, bfloat16 activations over float32 parameters. Only the compilation of the step uses
+jaxconv: ``jaxconv.override()`` runs every convolution on its kernels, and with ``--fuse``
 ``jaxconv.fuse`` moves the statistics of batch norm into the convolutions' calls. The data are
 scikit-learn's bundled digits, enlarged; nothing is downloaded.
 
-Two trainings of one network differ by their rounding, and training amplifies that. How much is
-measured: lax trains again, with the examples of every batch in other orders, which change no sum
-but the order of its summands. Exits with status 1 where jaxconv's loss curve is more than three
-times as far from lax's as the farthest of these.
+Two trainings of one network differ by their rounding, and training amplifies the difference. To
+measure this, lax trains again with the examples of every batch in other orders, which changes only
+the order of summands. Exits with status 1 if jaxconv's loss curve is more than three times as far
+from lax's as the farthest of these.
 """
 
 from __future__ import annotations

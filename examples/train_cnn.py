@@ -4,14 +4,14 @@
     python examples/train_cnn.py
 
 The data are scikit-learn's bundled digits: 1797 real scans of 8x8 pixels, nothing to download. The
-network is written in Flax; handing ``jaxconv.conv_general_dilated`` to ``nnx.Conv`` is all it takes
-to use jaxconv. The same network with the same seed is then trained with ``jax.lax``'s convolution,
-and the two loss curves are compared. Exits with status 1 where the test accuracy is below 97 %.
+network is written in Flax and uses jaxconv by passing ``jaxconv.conv_general_dilated`` to
+``nnx.Conv``. The same network with the same seed is then trained with ``jax.lax``'s convolution,
+and the two loss curves are compared. Exits with status 1 if the test accuracy is below 97 %.
 
     python examples/train_cnn.py --algorithm winograd_f4x4 --dtype bf16
 
-trains with Winograd forwards and backwards. The layers then have stride 1, with max pooling behind
-the last two, as Winograd takes no other stride; lax's convolution is direct as before.
+trains with Winograd forwards and backwards. Because Winograd needs stride 1, the layers then have
+stride 1, and max pooling follows the last two. lax's convolution remains direct.
 """
 
 from __future__ import annotations

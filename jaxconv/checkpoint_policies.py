@@ -23,8 +23,8 @@ _CONVOLUTIONS = frozenset(
 def convs_saveable(prim, *_, **__) -> bool:
     """Saves the results of convolutions, this library's and lax's, and recomputes the rest.
 
-    ``jax.checkpoint_policies.dots_saveable`` knows lax's convolution only and would compute ours a
-    second time. To save matrix products too:
+    ``jax.checkpoint_policies.dots_saveable`` saves only lax's convolutions, so that ours would be
+    computed again. To save matrix products too:
 
         policy = jax.checkpoint_policies.save_from_both_policies(
             jax.checkpoint_policies.dots_saveable, jaxconv.checkpoint_policies.convs_saveable

@@ -36,7 +36,7 @@ _CUDA13_DRIVER = 580  # the oldest series
 _ONEDNN = "onednn-cpu-gomp"
 _MOST_NAMES = 30  # of kernels that are named; more are counted
 
-# Channel counts that every kernel family takes, and a window that reads padding on all sides.
+# Channel counts that every kernel family accepts, and a window that reads padding on all sides.
 _LAYER = Layer(2, (8, 8), 32, 64, (3, 3), (1, 1), (1, 1))
 
 _REBUILD = {
@@ -62,12 +62,12 @@ class _Report:
         self._line("ok", text)
 
     def absent(self, text: str, remedy: str = "") -> None:
-        """Something that is not there; jaxconv works without it."""
+        """Reports something that is absent; jaxconv works without it."""
         self.missing.append(text)
         self._line("missing", text, remedy)
 
     def bad(self, text: str, remedy: str = "") -> None:
-        """Something that should work and does not."""
+        """Reports something that should work and does not."""
         self.broken.append(text)
         self._line("BROKEN", text, remedy)
 
@@ -163,7 +163,7 @@ def _devices(report: _Report) -> list[jax.Device]:
 
 
 def _configured(name: str) -> str:
-    """What the build said about a platform's kernels, "" where there is no record."""
+    """The record of the build about a platform's kernels, "" if there is none."""
     try:
         text = importlib.resources.files("_jaxconv").joinpath("configure.txt").read_text()
     except (ImportError, OSError):
@@ -180,7 +180,7 @@ def _built(name: str) -> bool:
 
 
 def _load(name: str) -> native.Platform | native.Refusal:
-    """``native.load``, with every way in which a damaged library can fail as a refusal."""
+    """``native.load``; every failure of a damaged library becomes a refusal."""
     try:
         return native.load(name)
     except Exception as error:
@@ -202,7 +202,7 @@ def _kernels(report: _Report, name: str) -> None:
         else:
             text = "not built"
         if name == "cuda" and environment.nvidia_driver() is None:
-            # Nothing to repair: there is no GPU that they could run on.
+            # Nothing to repair: there is no GPU for them.
             report.note(f"{text}; not needed without an NVIDIA GPU")
         elif name == "cpu" and not _onednn_exists_here():
             report.note(f"{text}; oneDNN comes for Linux on x86-64 only, XLA's convolution serves")
@@ -312,7 +312,7 @@ def _convolutions(report: _Report, devices: Sequence[jax.Device]) -> None:
         report.section(f"A convolution and its gradients on {device.platform}")
         for dtype, precision in (("f32", "highest"), ("bf16", "default"), ("int8", "default")):
             for op in (Op.FPROP,) if dtype == "int8" else Op:
-                # A kernel, where there is one: not XLA's convolution, even if it is faster.
+                # A kernel if there is one, even if XLA's convolution is faster.
                 _try(report, device, Problem("doctor", _LAYER, op, dtype, precision, "native"))
 
 

@@ -20,9 +20,10 @@ def disabled_checks() -> list[jax.export.DisabledSafetyCheck]:
 
         exported = jax.export.export(f, disabled_checks=jaxconv.export.disabled_checks())(x)
 
-    JAX refuses custom calls of which it does not know that they stay compatible. Ours carry the
-    kernel's name and the problem as text; a process that loads the program must have this version
-    of the library, or a newer one that still has that kernel, and says so if it has not.
+    JAX refuses custom calls that are not on its list of compatible calls. Ours contain the kernel's
+    name and the problem as text. A process that loads the program needs this version of the
+    library, or a newer one that still has the kernel; otherwise the call fails with an error that
+    names it.
     """
     names = [
         *(custom_call.call_target(op) for op in Op),
@@ -40,7 +41,7 @@ def disabled_checks() -> list[jax.export.DisabledSafetyCheck]:
 def register() -> dict[str, str]:
     """Makes the kernels known to XLA, for a process that only deserialises programs.
 
-    Tracing a convolution does this by itself; a program loaded with ``jax.export.deserialize``
+    Tracing a convolution registers the kernels; a program loaded by ``jax.export.deserialize``
     traces none.
 
     Returns:
@@ -54,13 +55,13 @@ def register() -> dict[str, str]:
 
 
 def missing_kernels(exported: jax.export.Exported) -> dict[str, str]:
-    """The kernels that a program names and this installation lacks, each with what to do.
+    """The kernels that a program names and this installation lacks, each with advice.
 
     Args:
         exported: by this or another version of jaxconv.
 
     Returns:
-        Empty where the program runs; else advice by the name of the kernel, or by the platform
+        Empty if the program can run. Otherwise advice for each missing kernel, or for the platform
         whose kernels cannot be used in this process at all.
     """
     named = set(re.findall(r'instance = "(\w+)"', exported.mlir_module()))

@@ -6,7 +6,7 @@
     y = int8.conv(y, w2, scale2, bias2, residual=z, residual_scale=s, activation="relu")
     logits = int8.conv(y, w3, scale3, bias3, out_dtype=jnp.float32, data_format="NHWC")
 
-A ``Packed`` array stays in NCHW32 from layer to layer.
+A ``Packed`` array keeps the layout NCHW32 from layer to layer.
 """
 
 from jaxconv._src.functions.int8_conv import conv as conv

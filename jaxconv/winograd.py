@@ -5,7 +5,7 @@
 
     tile = winograd.faster_tile(x, w)           # by prediction, None where the direct kernel wins
 
-docs/winograd.md describes the algorithm, its errors and when it pays.
+docs/winograd.md describes the algorithm, its errors and when it is faster.
 """
 
 from jaxconv._src.functions.winograd_choice import faster_tile as faster_tile

@@ -3,7 +3,7 @@
     python tools/bench_problems.py && build/choices/choices_test --write
 
 needs no GPU and no CUDA: selection is compiled as a host program (``tests/cc/choices_test.cc``),
-which answers in the place of ``_jaxconv.cuda``. Problems are those of an H200 of
+which replaces ``_jaxconv.cuda``. The problems, for an H200, are
 
 - the layers of the sets (``jaxconv/bench/layers.py``) and of the networks
   (``jaxconv/bench/networks``), every operation in float16, bfloat16 and float32, and fprop in 8

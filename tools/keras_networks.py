@@ -3,12 +3,13 @@
     pip install keras namex optree
     python tools/keras_networks.py --network MobileNetV3Large EfficientNetV2B0 --json keras.json
 
-Nobody wrote these networks for this library. Each is compiled three times (lax, ``override``,
-``override`` and ``fuse``), the programs run in turns, on the same random parameters and images, and
-results are compared: outputs in inference, the first step's losses in training, which is gradient
-descent with the state donated. "device ms" is the union of the kernels' intervals in a profiler's
-trace (on a GPU), "step ms" the median of the host's clock over ``--rounds`` runs of ``--steps``
-steps, "fused" the share of forward convolutions whose call computes more than a convolution.
+These networks were not written for this library. Each is compiled three times (lax, ``override``,
+``override`` and ``fuse``). The programs run alternately on the same random parameters and images,
+and results are compared: outputs in inference, the first step's losses in training, which is
+gradient descent with the state donated. "device ms" is the union of the kernels' intervals in a
+profiler's trace (on a GPU), "step ms" the median of the host's clock over ``--rounds`` runs of
+``--steps`` steps, "fused" the share of forward convolutions whose call computes more than a
+convolution.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
-"""The measured results in docs/results, and the tables that the pages of docs/ make of them.
+"""Reads the measured results in docs/results, and writes the tables of the pages in docs/.
 
     python tools/results.py                           # the tables of the pages, from docs/results
     python tools/results.py --layers                  # first docs/results/h200_layers.csv
     python tools/results.py --add bench.json net.json # first rows of h200_networks.csv
 
-A table of a page stands below a comment, ``<!-- results: NAME -->``, and is replaced. A file of
-docs/results is CSV below lines ``# fact: value``; a fact, such as ``gpu``, holds for every row that
-has no column of that name.
+A table of a page follows a comment, ``<!-- results: NAME -->``, and is replaced. A file of
+docs/results is CSV after lines ``# fact: value``; a fact such as ``gpu`` applies to all rows if
+there is no column of this name.
 
-``h200_layers.csv`` joins the times of ``tests/cc/measured_times.tsv`` with what selection takes of
+``h200_layers.csv`` joins the times of ``tests/cc/measured_times.tsv`` with the selected kernel of
 each layer. Selection is compiled as a host program, as for ``tools/bench_problems.py``; it needs
 neither a GPU nor CUDA. ``--add`` takes files of ``python -m jaxconv.bench --network NAME --json``
 and of ``tools/keras_networks.py --json``; rows of the same network, mode and side are replaced.

@@ -1,10 +1,10 @@
-"""What the libraries of a wheel ask of a system: a table, and an error where systems lack it.
+"""A table of what a wheel needs from a system, and an error if systems lack some of it.
 
     python -m pip install --group wheels
     python tools/wheel_symbols.py dist/jaxconv-0.1.0-cp312-abi3-manylinux_2_28_x86_64.whl
 
-Of each ELF file: the libraries that it needs, the newest versions of their symbols, and the
-architectures of its GPU code. auditwheel compares the versions with a manylinux platform.
+For each ELF file the table has the libraries that it needs, the newest versions of their symbols,
+and the architectures of its GPU code. auditwheel compares the versions with a manylinux platform.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def gpu_code(fatbin: bytes) -> Iterator[tuple[int, int]]:
 
 
 def newest(versions: set[str]) -> list[str]:
-    """Of GLIBC_2.4, GLIBC_2.28, GCC_3.0: GCC_3.0 and GLIBC_2.28."""
+    """The newest of each: GCC_3.0, GLIBC_2.28 for GLIBC_2.4, GLIBC_2.28, GCC_3.0."""
     ordered = sorted(versions, key=lambda text: [int(n) for n in re.findall(r"\d+", text)])
     return sorted({version.partition("_")[0]: version for version in ordered}.values())
 

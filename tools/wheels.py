@@ -1,13 +1,13 @@
-"""Makes the wheels of a release, and checks them in environments that have no compiler.
+"""Builds the wheels of a release, and tests them in environments without a compiler.
 
     python -m pip install --group wheels
     python tools/wheels.py --python python3.11 --python python3.12 --check-python python3.13
 
-Each interpreter makes one wheel: Python 3.11 one for itself, 3.12 one of the stable ABI, which
+Each interpreter builds one wheel: Python 3.11 one for itself, 3.12 one for the stable ABI, which
 every newer Python installs. The libraries are linked against the symbols of an older glibc, which
 auditwheel confirms with a manylinux tag. Then every wheel is installed into a new environment of
-each interpreter that takes it, with a PATH of that environment alone, where ``jaxconv.doctor`` and
-``examples/train_cnn.py`` run. Linux only; ends at the first failure.
+each interpreter that accepts it. ``jaxconv.doctor`` and ``examples/train_cnn.py`` run there, with
+only this environment in PATH. Linux only; ends at the first failure.
 """
 
 from __future__ import annotations

@@ -217,8 +217,7 @@ int64_t Magnitude(int64_t value) {
   return value == std::numeric_limits<int64_t>::min() ? kSaturated : std::abs(value);
 }
 
-// A bound on the magnitude of every coordinate of the axis, and of every sum of terms in the
-// relation of the three tensors.
+// A bound on every coordinate of the axis and on every sum of terms in the tensors' relation.
 int64_t Reach(const ConvProblem& p, int axis) {
   return Sum({Product({p.in[axis], p.lhs_dilation[axis]}), Product({p.out[axis], p.stride[axis]}),
               Product({p.filter[axis], p.dilation[axis]}), Magnitude(p.pad_lo[axis]),

@@ -19,11 +19,11 @@ def main(argv: Sequence[str] | None = None, additions: Additions = NOTHING) -> i
         additions: what the program has besides.
 
     Returns:
-        The exit status: 0, or 1 where a result is wrong, a kernel failed or nothing was measured,
-        or 130 where Ctrl-C ended it early.
+        The exit status: 0; 1 if a result is wrong, a kernel failed or nothing was measured; 130 if
+        Ctrl-C ended it early.
     """
     argv = sys.argv[1:] if argv is None else list(argv)
-    # A program found in JAX's cache on disk says nothing about the time to compile it.
+    # A program from JAX's cache on disk would hide the time to compile it.
     jax.config.update("jax_enable_compilation_cache", False)
     # By the option that asks for it; without one, single layers are measured.
     for option, command in {"--network": command_networks, **additions.commands}.items():

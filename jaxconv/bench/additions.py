@@ -18,7 +18,7 @@ class Peer(Protocol):
     name: str
 
     def missing(self, platform: str) -> str | None:
-        """Why it cannot be measured beside the platform, or None."""
+        """Why it cannot be measured on the platform, or None."""
 
     def about(self) -> dict[str, str]:
         """Versions, by name."""
@@ -27,7 +27,7 @@ class Peer(Protocol):
         """Prepares a row, in another thread, ahead of ``program``."""
 
     def program(self, problem: Problem, copies: int, platform: str) -> Program:
-        """So many convolutions with random operands of their own.
+        """A program of ``copies`` convolutions with separate random operands.
 
         Raises:
             ValueError: the library has no such convolution.
@@ -43,15 +43,15 @@ class Command(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Additions:
-    """Nothing, unless it is given.
+    """What a program adds; everything is optional.
 
     Attributes:
-        program: what help texts call the program.
+        program: the name of the program in help texts.
         details: paragraphs of ``--help-all``.
         options: adds options, by an ``add`` of ``options.Parser.section``.
         peers: further columns.
-        variants: of a problem of a set that has them: rows in its place.
-        tables: lines behind the rows.
+        variants: the rows that replace a problem of a set with variants.
+        tables: lines after the rows.
         commands: by the option that asks for them.
     """
 

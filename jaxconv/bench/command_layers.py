@@ -190,7 +190,7 @@ def problems_of(
     for (name, layer), chosen in named:
         if arguments.name and not any(fnmatch.fnmatch(name, f"*{p}*") for p in arguments.name):
             continue
-        # A layer given in numbers keeps its batch unless one is asked for.
+        # A layer given in numbers keeps its batch unless the options name one.
         limit = batch if chosen else arguments.batch
         if limit:
             layer = layer.with_batch_at_most(limit)
@@ -229,7 +229,7 @@ def _run(
     asked: Sequence[Peer],
     keep: Callable[[Row], None],
 ) -> list[Row]:
-    """Both libraries, and the peers asked for, on every problem; ``keep`` gets each row."""
+    """Both libraries, and the requested peers, on every problem; ``keep`` gets each row."""
     peers = {peer.name: functools.partial(peer.program, platform=platform) for peer in asked}
     seconds = arguments.seconds
     if seconds is None:
@@ -278,10 +278,10 @@ def _run(
 
 
 def _measured(arguments: argparse.Namespace, facts: dict[str, str], platform: str) -> list[Row]:
-    """The rows that the file of --json has already.
+    """The rows that the file of --json already contains.
 
     Raises:
-        ValueError: the file is none of the bench, or is of another machine or build.
+        ValueError: the file is not from the bench, or from another machine or build.
     """
     if not os.path.exists(arguments.json):
         return []
@@ -305,7 +305,7 @@ def check(
     platform: str,
     asked: Sequence[Peer] = (),
 ) -> None:
-    """Ends the program with an error where the options do not go together or lack something."""
+    """Ends the program with an error if options contradict each other or lack something."""
     try:
         algorithms(arguments.algorithm)
     except ValueError as error:

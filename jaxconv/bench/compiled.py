@@ -1,8 +1,8 @@
-"""What a row of the bench compiles: each function when it is first needed, or all ahead in threads.
+"""Compiles the functions of a row: each when it is first needed, or all in advance in threads.
 
-Compiling takes most of the time of a row on a GPU, where XLA tries kernels as it compiles, and
-nothing is timed meanwhile. ``Pipeline`` compiles so many rows in threads, then hands them out one
-by one to be timed, so that nothing else runs on the device during a measurement.
+Compiling takes most of the time of a row on a GPU, because XLA tries kernels as it compiles, and
+nothing can be timed meanwhile. ``Pipeline`` compiles several rows in threads, and then returns them
+one by one, so that nothing else runs on the device during a measurement.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from jaxconv.bench.program import (
     operation,
 )
 
-# Rows that are compiled at a time, for each thread: enough that few threads wait for the last one.
+# Rows compiled at a time for each thread: enough that few threads wait for the last row.
 _ROWS_PER_JOB = 3
 
 
@@ -40,7 +40,7 @@ class One(NamedTuple):
         kernel: the instance that it runs, or "XLA".
         reason: why XLA's convolution runs.
         seconds: to trace, lower and compile.
-        temporary_bytes: memory beside operands and result, where it is known.
+        temporary_bytes: memory in addition to operands and result, if known.
     """
 
     run: Callable[..., Any]
@@ -88,8 +88,9 @@ class Ahead:
         norms: the compiled ``norms``.
         libraries: library -> its ``One`` and its program of several convolutions.
 
-    Each is a future: its result raises what compiling raised. ``others`` are futures to wait for
-    as well. ``twin``: the same row in int8's other layout; all but this library's is the same.
+    Each is a future, whose result raises the error of compiling. ``others`` are more futures to
+    wait for. ``twin``: the same row in int8's other layout, which shares everything except this
+    library's functions.
     """
 
     def __init__(
@@ -132,7 +133,7 @@ class Ahead:
             self.libraries: dict[str, Future] = {**twin.libraries, "jaxconv": ours}
             self.reference, self.norms, self.draw = twin.reference, twin.norms, twin.draw
             return
-        # What takes longest first.
+        # The slowest to compile come first.
         self.libraries = {
             name: pool.submit(both, library) for name, library in reversed(compared.items())
         }
@@ -161,11 +162,11 @@ class Pipeline:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self.pool is not None:  # after Ctrl-C nothing that is still to be compiled is needed
+        if self.pool is not None:  # after Ctrl-C the remaining rows are not needed
             self.pool.shutdown(wait=True, cancel_futures=True)
 
     def rows(self, problems: Sequence[Problem]) -> Iterator[tuple[Problem, Ahead | None]]:
-        """The problems in order, each with its functions. Nothing compiles while one is out."""
+        """The problems in order with their functions; nothing compiles between two calls."""
         if self.pool is None:
             yield from ((problem, None) for problem in problems)
             return

@@ -16,7 +16,7 @@ from jaxconv._src.library import native
 
 
 def kernel_platform() -> str:
-    """The name of JAX's default backend as kernels are registered for it: "cpu" or "cuda"."""
+    """The name under which kernels are registered for JAX's default backend: "cpu" or "cuda"."""
     backend = jax.default_backend()
     return "cuda" if backend == "gpu" else backend
 
@@ -30,7 +30,7 @@ def version(distribution: str) -> str | None:
 
 
 def _output(*command: str) -> str | None:
-    """What a command prints, or None where it is absent or fails."""
+    """The output of a command, or None if it is absent or fails."""
     try:
         result = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
     except (OSError, subprocess.SubprocessError):
@@ -39,7 +39,7 @@ def _output(*command: str) -> str | None:
 
 
 def nvidia_driver() -> tuple[str, list[str]] | None:
-    """The NVIDIA driver's version and its GPUs' names, or None where there is no driver."""
+    """The NVIDIA driver's version and its GPUs' names, or None without a driver."""
     text = _output("nvidia-smi", "--query-gpu=driver_version,name", "--format=csv,noheader")
     if not text:
         return None
@@ -48,7 +48,7 @@ def nvidia_driver() -> tuple[str, list[str]] | None:
 
 
 def commit() -> str | None:
-    """The commit of the checkout that this package is imported from, "+" where it has changes."""
+    """The commit of this package's checkout, with "+" if it has changes."""
     package = pathlib.Path(jaxconv.__file__).resolve().parent
     top = _output("git", "-C", str(package), "rev-parse", "--show-toplevel")
     if top is None or pathlib.Path(top).resolve() != package.parent:

@@ -1,7 +1,7 @@
 """XLA's optimised programs as text: their instructions, and the bytes that their kernels move.
 
 ``compiled.as_text()`` of a GPU program has one instruction of the entry computation for each kernel
-(fusion, custom call or copy), those in command buffers behind a ``call``.
+(fusion, custom call or copy), those in command buffers are in the computation of a ``call``.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def _closing(text: str, start: int) -> int:
 
 
 def _split(text: str) -> Iterator[str]:
-    """The parts between commas that lie in no brackets."""
+    """The parts between commas outside brackets."""
     depth = start = 0
     for place, letter in enumerate(text):
         depth += (letter in "([{") - (letter in ")]}")
@@ -106,18 +106,18 @@ def _split(text: str) -> Iterator[str]:
 _BITS = {"pred": 8, "s4": 4, "u4": 4, "bf16": 16}
 _ARRAY = re.compile(r"\b(pred|bf16|[suf]\d+)(?:e\d+m\d+\w*)?\[([\d,]*)\]")
 
-# They move nothing, or are the second half of what is counted at its start.
+# Instructions that move nothing, or the second half of one that is counted at its start.
 _FREE = ("parameter", "get-tuple-element", "tuple", "bitcast", "constant", "after-all")
 _CONTROL = ("call", "async-start")
 
-_SMALL = 1_000_000  # bytes of a kernel that takes as long as its launch
+_SMALL = 1_000_000  # bytes below which a kernel takes as long as its launch
 
 
 class Kernel(NamedTuple):
-    """What one kernel moves: each operand counts once, of a library's call no workspace.
+    """The bytes that one kernel moves: each operand counts once, workspaces of libraries do not.
 
-    ``kind`` is a custom call's target, or what a fusion has in it. ``computing``: whether it is a
-    convolution or a product.
+    ``kind`` is the target of a custom call, or the contents of a fusion. ``computing``: whether it
+    is a convolution or a matrix product.
     """
 
     name: str
@@ -133,7 +133,7 @@ class Kernel(NamedTuple):
 
     @property
     def category(self) -> str:
-        """The kind, small kernels of XLA's own apart."""
+        """The kind; XLA's own small kernels have a separate category."""
         called = self.kind.startswith(("jaxconv_", "__"))
         small = self.bytes < _SMALL and not called and not self.computing
         return f"{self.kind}, below 1 MB" if small else self.kind
@@ -199,5 +199,5 @@ def totals(found: list[Kernel]) -> dict[str, Total]:
 
 
 def outside(found: list[Kernel]) -> int:
-    """Bytes that kernels move which are neither convolutions nor products."""
+    """Bytes moved by kernels that are neither convolutions nor products."""
     return sum(kernel.bytes for kernel in found if not kernel.computing)

@@ -2,8 +2,8 @@
 
     t = max(0, sum * scale[k] + bias[k])          y = t, rounded half to even, saturated to int8
 
-Scales and biases are such that the results fill int8's range and a few saturate. This library gets
-its operands packed, as a quantised network holds them.
+Scales and biases are chosen so that the results fill int8's range and a few saturate. This library
+gets packed operands, as in a quantised network.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from jaxconv.bench.problem import Library, Problem
 # Standard deviation of the product of two integers that are uniform over -127 ... 127.
 _DEVIATION = 127 * 128 / 3
 
-# Of the results: their standard deviation before ReLU, and the largest bias.
+# The standard deviation of the results before ReLU, and the largest bias.
 _SPREAD, _BIAS = 48.0, 24.0
 
-# Channels that NCHW32 keeps side by side, and of an image that it reads as it lies.
+# Channels in a block of NCHW32, and in an image that is read without packing.
 _BLOCK, _FEW = 32, 4
 
 
 def possible(dtype: str, op: Op, layer: Layer) -> bool:
-    """Whether int8 has the problem: no gradients; NCHW32 in 2-D; groups of whole blocks or one."""
+    """Whether int8 has the problem: no gradients; NCHW32 in 2-D; one group or whole blocks."""
     if not dtype.startswith("int8"):
         return True
     if op is not Op.FPROP or dtype == "int8":
@@ -84,7 +84,7 @@ def ours(problem: Problem) -> Library:
 
 
 def selection(problem: Problem, platform: str) -> native.Selection:
-    """What ``int8.conv`` selects for the problem on a platform: an instance, or why none.
+    """The selection of ``int8.conv`` on a platform: an instance, or a reason for none.
 
     Raises:
         ValueError: the demanded algorithm does not take the problem.

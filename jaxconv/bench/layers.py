@@ -70,7 +70,7 @@ class Layer:
         return int(np.prod(self.shape(role), dtype=np.int64))
 
     def nbytes(self, op: Op, dtype: np.dtype, out_dtype: np.dtype) -> int:
-        """Bytes that ``op`` must move when it touches every tensor once."""
+        """The bytes that ``op`` moves if it accesses every tensor once."""
         lhs, rhs, out = op.roles
         operands = (self.size(lhs) + self.size(rhs)) * np.dtype(dtype).itemsize
         return operands + self.size(out) * np.dtype(out_dtype).itemsize
@@ -189,11 +189,11 @@ class LayerSet(NamedTuple):
     """Names of layers, and how they are meant to be measured.
 
     Attributes:
-        about: in a few words.
-        names: of ``LAYERS``.
-        dtypes, precision: by default one for the platform.
+        about: a short description.
+        names: keys of ``LAYERS``.
+        dtypes, precision: the defaults depend on the platform.
         ops: operations; () stands for all.
-        batches: numbers of images, of layers that have several; () stands for the layer's own.
+        batches: numbers of images for layers with several; () stands for the layer's own.
         variants: its problems have variants, which ``tools/bench`` measures.
     """
 
@@ -277,7 +277,7 @@ def parse(text: str) -> Layer:
     """Reads a layer from ``FORM``; stride, pad and dilation hold for every spatial axis.
 
     Raises:
-        ValueError: the text has not that form, or describes no convolution.
+        ValueError: the text does not have this form, or describes no convolution.
     """
     match = re.fullmatch(r"(?:([123])d:)?(-?\d+(?:,-?\d+)*)", text.replace(" ", ""))
     if not match:

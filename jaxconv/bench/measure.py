@@ -1,10 +1,10 @@
 """Measures one problem: correctness first, then both libraries alternating in one process.
 
-Each library runs the same program: inside one jit, several independent convolutions with random
-inputs of their own, so that nothing is served from a cache and the cost of one dispatch is shared.
-On a GPU the program is started several times before its results are awaited, as a training loop
-does: the time for a sleeping host to wake up, up to a millisecond, is not a convolution's.
-With ``device_time`` the times are the device's own, from the profiler: the host counts for nothing.
+Each library runs the same program: several independent convolutions with separate random inputs in
+one jit, so that operands are not in a cache and the convolutions share the cost of one dispatch. On
+a GPU the program is started several times before its results are awaited, as in a training loop.
+This excludes the time that a sleeping host needs to wake up, which is up to a millisecond. With
+``device_time`` the times come from the profiler and exclude the host.
 """
 
 from __future__ import annotations
@@ -58,13 +58,14 @@ def copies_of(problem: Problem, platform: str, device_time: bool = False) -> int
     """How many independent convolutions one program holds."""
     each = problem.footprint
     if platform == "cpu":
-        # Enough that operands leave the cache between uses; no more, since each takes milliseconds.
+        # Enough that operands leave the cache between uses; not more, because each takes
+        # milliseconds.
         wanted = np.clip(64e6 / each, 1, 4)
     elif device_time:
-        # Nothing is found in the cache again; neither host nor dispatch is counted.
+        # Enough that operands leave the cache; neither host nor dispatch counts.
         wanted = np.clip(_L2_BYTES * 4 / each, 8, 64)
     else:
-        # Eight share a dispatch and pass several times through an L2 cache of 50 MB.
+        # Eight share a dispatch and exceed an L2 cache of 50 MB several times.
         wanted = 8 if 8 * each > 5e8 else 16
     return int(np.clip(_MEMORY.get(platform, 8e9) / each, 1, wanted))
 

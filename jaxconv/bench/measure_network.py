@@ -1,12 +1,12 @@
 """Measures a built-in network: the same source on lax's convolutions and on this library's.
 
-More sides are measured on request: the program that ``jaxconv.fuse`` makes of it; the network with
-Winograd where that is predicted faster, in inference also with filters that are prepared for it;
-and in inference the same network, quantised to int8.
+Optional sides are the program fused by ``jaxconv.fuse``; the network with Winograd where it is
+predicted faster, in inference also with prepared filters; and in inference the same network,
+quantised to int8.
 
-Both programs are compiled, checked against each other, and run in turns as a program of a user
-runs: one step after the other without a wait between them, in training with the state donated and
-fed back. On a GPU a trace of further steps splits the device's time.
+Both programs are compiled, checked against each other, and run alternately, like a user's program:
+one step after the other without a wait between them, in training with the state donated and fed
+back. On a GPU a trace of further steps divides the device's time.
 """
 
 from __future__ import annotations
@@ -118,12 +118,12 @@ class Result:
     traced_steps: int = 0
     sides: dict[str, Side] = dataclasses.field(default_factory=dict)
     difference: float | None = None  # ||a - b|| / ||b|| of outputs, in training of losses
-    # In training, of gradients. No test of anything: those of two 16-bit programs that are both
-    # right differ by 0.1 to 1 where batch normalisation sees few pixels, as rounding is amplified.
+    # In training, of gradients. This is not a test: the gradients of two correct 16-bit programs
+    # differ by 0.1 to 1 if batch normalisation has few pixels, because it amplifies rounding.
     gradient_difference: float | None = None
-    # Of the outputs (in training the losses) of the sides on request, from lax's.
+    # For the optional sides: the difference of the outputs (in training the losses) from lax's.
     differences: dict[str, float] = dataclasses.field(default_factory=dict)
-    # With Winograd, in inference: of the outputs, from those in float32 at precision HIGHEST.
+    # With Winograd, in inference: the difference of the outputs from those in float32 at HIGHEST.
     errors: dict[str, float] = dataclasses.field(default_factory=dict)
     kernels: dict[str, Kernels] = dataclasses.field(default_factory=dict)  # of sides but lax's
 
@@ -326,8 +326,8 @@ def measure(
 
     running: dict[str, _Program] = {}
     first: dict[str, Any] = {}
-    # XLA keeps within a process what its autotuner found. So the library that comes second has an
-    # advantage where both leave an operation to XLA, and lax gets it.
+    # XLA keeps the results of its autotuner within a process. So the second library has an
+    # advantage where both leave an operation to XLA; lax gets this advantage.
     for library in reversed(run.libraries):
         try:
             held = state
@@ -340,7 +340,8 @@ def measure(
             progress(f"{library}, compiling")
             compiled, result.sides[library] = _compile(library, run, shapes(held))
             program = _Program(compiled, jax.device_put(held), examples, train)
-            # The first step begins without velocity, so that it leaves the gradients there.
+            # The first step starts without velocity, so that afterwards the velocity is the
+            # gradient.
             output = program(1)
             first[library] = output, jax.tree.map(jnp.copy, program.state.velocity if train else [])
             running[library] = program

@@ -37,7 +37,7 @@ class Event(NamedTuple):
 def device_events(run: Callable[[], object]) -> list[Event]:
     """Everything that GPUs execute during ``run()``, which waits for its results; by start.
 
-    Empty where JAX has no GPU.
+    Empty if JAX has no GPU.
     """
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level = 0  # the host's functions are not looked at and slow the host down
@@ -64,7 +64,7 @@ def read(profile: jax.profiler.ProfileData) -> Iterable[Event]:
 
 
 def union_seconds(events: Iterable[Event]) -> float:
-    """For how many seconds at least one of the events was under way."""
+    """The seconds during which at least one of the events was active."""
     total = end = 0.0
     for event in sorted(events, key=lambda e: e.start):
         total += max(0.0, event.end - max(event.start, end))
@@ -74,7 +74,7 @@ def union_seconds(events: Iterable[Event]) -> float:
 
 # --- which events compute convolutions ------------------------------------------------------------
 
-# They contain other instructions: what one of their kernels does is not told by them.
+# These contain other instructions, so they do not tell what a kernel computes.
 _CONTROL = {"call", "while", "conditional", "async-start"}
 
 # Kernels of jaxconv, cuDNN, cuBLAS, CUTLASS and Triton's matrix products. "conv" as in cudnn's
@@ -84,16 +84,18 @@ _COMPUTING_KERNEL = re.compile(
     r"|conv(?!ert)|gemm|splitk|nchwtonhwc|nhwctonchw|fft",
     re.IGNORECASE,
 )
-# Of jaxconv's, those of what other libraries leave to XLA: batch norm, max pooling.
+# jaxconv's kernels for operations that XLA computes in other libraries' programs: batch norm, max
+# pooling.
 _OTHER_KERNEL = re.compile("SumMasked|SumMoments|NormaliseAndAdd|PoolMaxima|GatherGradient")
 
 
 class Classifier:
-    """Tells the kernels of convolutions and matrix products from the rest of one program's.
+    """Finds the kernels of convolutions and matrix products among those of a program.
 
-    The program's instructions decide, found by the event's ``hlo_op`` or by the kernel's name,
-    which XLA derives from the instruction's. Where neither is known (a library's kernel inside a
-    command buffer) the kernel's name decides; what says nothing belongs to the rest.
+    The instruction of the program decides; it is found by the event's ``hlo_op``, or by the
+    kernel's name, which XLA derives from the instruction's. If neither leads to an instruction (a
+    library's kernel inside a command buffer), the kernel's name decides. All others count as the
+    rest.
 
     Args:
         text: of the compiled program, ``compiled.as_text()``.

@@ -140,7 +140,7 @@ struct Tensors {
                               cudaMemcpyHostToDevice, stream),
               "residual_scale");
     }
-    // Of the arrays themselves, though a kernel gets a null for those that are absent.
+    // The arrays themselves; a kernel gets a null pointer for absent ones.
     char* const scales = Scales(all);
     FillScales<<<64, 256, 0, stream>>>(reinterpret_cast<float*>(scales), scale / 4,
                                        5500 * RootOfTerms(), extremes);
@@ -198,7 +198,7 @@ Status Run(const Candidate& candidate, const Operands& operands, cudaStream_t st
   return FindLaunch(candidate.plan.kernel->name)(candidate.plan, operands, stream);
 }
 
-// Of the candidates on request only, or of the others.
+// Checks the candidates that run on request only, or the others.
 int Check(const std::string& name, const ConvProblem& problem,
           const std::vector<Candidate>& candidates, bool on_request, cudaStream_t stream) {
   if (std::none_of(candidates.begin(), candidates.end(), [&](const Candidate& candidate) {

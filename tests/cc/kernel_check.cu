@@ -21,9 +21,9 @@
 //
 // `time` and `host` take problems with a prepared filter too: it is drawn as any tensor.
 //
-// Of a problem with an epilogue the operands of its terms are drawn too, in `check` as integers,
+// For a problem with an epilogue the operands of its terms are drawn too, in `check` as integers,
 // and `pre` is stored and compared. Activations that are not exact may differ by their rounding,
-// statistics by a millionth; `hash` is of them too.
+// statistics by a millionth; `hash` includes them.
 //
 // SMS=n in the environment plans for a GPU of n SMs: persistent CTAs then process several tiles of
 // a small problem, which suits racecheck.

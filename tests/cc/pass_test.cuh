@@ -177,7 +177,7 @@ class PassTest {
                 kernel_, name_.c_str(), what, static_cast<long long>(differ), found.size(),
                 expected.size(), static_cast<long long>(first), found[first], expected[first]);
   }
-  // Of the case before; once more behind the last.
+  // Ends the previous case; also called after the last.
   void End() {
     if (name_.empty()) return;
     failures_ += failed_;

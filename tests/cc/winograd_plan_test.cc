@@ -276,7 +276,7 @@ void TestHalfProducts() {
          "float16's products are scaled, its operands are not");
   Expect(PlanOf(f16_name, f16 + " winograd6", &half).ok(),
          "a record has the filter's power of two");
-  // Of bfloat16 the transforms take the maxima too, but gradients are often too small for the
+  // For bfloat16 the transforms also compute the maxima, but gradients are often too small for the
   // scales that they assume.
   Expect(PlanOf(name + "_half", layer, &half).ok() && half.As<LaunchParams>().measured(),
          "activations and filters are multiplied by constants");
@@ -296,8 +296,8 @@ void TestHalfProducts() {
          selection.instance);
 }
 
-// Of the instances measured on a problem, the one predicted fastest is as fast as the fastest but
-// for 6 %, for each of the tiles and for all; and every prediction is near.
+// Among the instances measured on a problem, the one with the smallest prediction is within 6 % of
+// the fastest, for each tile and for all; and every prediction is close.
 void TestMeasured() {
   std::string path = __FILE__;
   path = path.substr(0, path.rfind('/') + 1) + "winograd_measured.tsv";

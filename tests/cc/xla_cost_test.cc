@@ -104,8 +104,8 @@ void TestChoices() {
   }
 }
 
-// Of measured_times.tsv: a line each for a problem, the device time of lax's convolution on an H200
-// inside a program, and of kernels beside it, in microseconds (docs/notes/xla.md).
+// A line of measured_times.tsv: a problem, and the device time in microseconds of lax's convolution
+// and of kernels inside a program on an H200 (docs/notes/xla.md).
 struct Measured {
   std::string key;
   double lax = 0;

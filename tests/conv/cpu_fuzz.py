@@ -1,16 +1,17 @@
-"""Random problems at scale on the CPU: those of ``test_fuzz``, for as long as one likes.
+"""Runs the random problems of ``test_fuzz`` on the CPU, in any number.
 
     python tests/conv/cpu_fuzz.py --problems 100000 --seed 7 --record tests/cpu_fuzz.json
     python tests/conv/cpu_fuzz.py --total tests/cpu_fuzz.json
 
-The forms take turns by the index: a call of ``conv_general_dilated`` with its gradients, one of
-``lax`` under ``override``, a primitive alone; the first two are judged by ``lax`` and float64 in
-NumPy, the last by NumPy alone, exactly. Every problem runs twice. A failure is one line with its
-repro, ``python -m pytest tests/conv/test_fuzz.py --seed S --problem I``. Segments and the record
-are those of ``fuzz_record``; a run counts as this checkout's by its kernels.
+The index determines the form: a call of ``conv_general_dilated`` with its gradients, a call of
+``lax`` under ``override``, or a primitive alone. The first two are compared with ``lax`` and with
+float64 in NumPy, the last exactly with NumPy. Every problem runs twice. A failure is one line with
+its repro, ``python -m pytest tests/conv/test_fuzz.py --seed S --problem I``. ``fuzz_record``
+describes segments and the record; a run belongs to this checkout if the hash of the kernels is
+equal.
 
-Nearly all of the time is XLA's: it compiles the copies around the kernels, and lax's convolutions.
-The flags of ``xla_flags`` make that several times faster and leave the kernels as they are.
+XLA takes nearly all of the time, to compile the copies around the kernels and lax's convolutions.
+The flags of ``xla_flags`` make this several times faster and do not change the kernels.
 """
 
 from __future__ import annotations

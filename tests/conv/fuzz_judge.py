@@ -36,7 +36,7 @@ from jaxconv._src.problem.spec import Op
 THREADS = 2  # XLA compiles without the GIL; more threads gain nothing on two cores
 # One partition of the LLVM module: for programs this small, more cost time. Changes no numbers.
 COMPILER_OPTIONS = {"xla_cpu_parallel_codegen_split_count": 1}
-# Of the results on normal data, the share that may be further off than twice lax's error.
+# The share of results on normal data whose error may exceed twice lax's error.
 BEYOND = "normal results beyond that, within the error of a sum in order"
 BEYOND_SHARE = 0.05
 # A relative error that no rounding explains: the result is wrong.

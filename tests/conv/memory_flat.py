@@ -1,15 +1,15 @@
-"""Whether memory stays flat over calls with ever changing shapes and ``jax.clear_caches()``.
+"""Tests that memory stays constant over calls with ever changing shapes and ``jax.clear_caches()``.
 
     python tests/conv/memory_flat.py --calls 20000
 
-Each call is of a random shape, in a program of five, and every third program has their gradients,
-so that what grows with the number of shapes shows: plans, selections, compiled code, buffers.
-After every period the caches of JAX are cleared, and the process' resident memory is sampled. It is
-flat where its median over the last third of the periods exceeds that over the middle third by less
-than the limit; the first third fills the caches that are bounded (256 plans, 1,024 primitives of
-oneDNN's, 4,096 selections, and as many problems that have brgemm kernels of oneDNN's, which it
-never frees). With ``--repeat`` every period has the same shapes, and a few periods fill the caches.
-``--side lax`` measures lax's convolution, and so what of a growth is JAX's own; ``--keep-caches``
+Each call has a random shape. A program has five calls, and every third program also their
+gradients, so that everything that grows with the number of shapes is visible: plans, selections,
+compiled code, buffers. After every period the caches of JAX are cleared, and the resident memory of
+the process is sampled. Memory is constant if its median over the last third of the periods exceeds
+that over the middle third by less than the limit. The first third fills the bounded caches (256
+plans, 1,024 primitives of oneDNN, 4,096 selections, and 4,096 problems with brgemm kernels, which
+oneDNN never frees). With ``--repeat`` every period has the same shapes, and a few periods fill the
+caches. ``--side lax`` measures lax's convolution, to find JAX's own growth. ``--keep-caches``
 clears nothing, and JAX keeps up to 4,096 programs.
 """
 

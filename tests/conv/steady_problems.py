@@ -1,4 +1,4 @@
-"""Problems of at least three tiles a CTA for persistent kernels.
+"""Problems with at least three tiles for each CTA of persistent kernels.
 
 Every problem has at least two tiles along m and n, and tails in each; kernels that keep the filter
 in shared memory have one tile along n. Extents follow from the tile in the instance's name.
@@ -224,9 +224,10 @@ def few_channels_problems(each: Instance) -> list[Problem]:
 def depthwise_problems(each: Instance) -> list[Problem]:
     """Five tiles of channels, and maps of at least six tiles; at most two CTAs share an SM.
 
-    Of wide Toeplitz strips a map is two tiles, and a CTA has its SM alone. Of wgrad by Hankel
-    matrices a map is one tile: three tiles of channels, and many images. A walk's thread has one
-    part of a map's rows, of more steps than its ring has stages, and a map has several parts.
+    With wide Toeplitz strips a map is two tiles, and there is one CTA on each SM. For wgrad by
+    Hankel matrices a map is one tile, so there are three tiles of channels and many images. In a
+    walk each thread has one part of a map's rows with more steps than its ring has stages, and a
+    map has several parts.
     """
     channels, form = re.match(r"(\d+)ch_(.*?)(?:_tma|_pairs|_walk)?$", each.variant).groups()
     if form.startswith("hankel"):
@@ -314,7 +315,7 @@ def split_problem(each: Instance) -> tuple[Problem, Sequence[int]]:
         # Words and rows of whole chunks.
         return problem("split", (90, 60), 3, c=2, k=72, padding=1), range(9, 6, -1)
     if each.family in HALO_BOX:
-        # Of at least 6 tiles of each of 28 images: more than 5 a slice, and not all alike.
+        # At least 6 tiles for each of 28 images: more than 5 in a slice, and not all slices equal.
         return steady_problems(each)[0], (31, 30, 29)
     tile_n = tile(each)[1]
     tail = 5 if each.padded else 32 if each.dtype == "f32" and each.op == "wgrad" else 8
@@ -335,7 +336,7 @@ def split_problem(each: Instance) -> tuple[Problem, Sequence[int]]:
     if each.family == "igemm_wgmma" and "cluster" not in each.variant:
         slices = 4
         tiles_m = -(-TILES // (2 * slices))
-        # Of 48 channels at most: as many k-blocks by more taps.
+        # For at most 48 channels, more taps give as many k-blocks.
         long = each.variant.endswith("_c48")
         window, inner = ((5, 9), 40) if long else ((3, 3), contracted(each, 6))
         return (

@@ -67,7 +67,7 @@ def test_activations_are_accurate(platform, activation):
     magnitudes = np.concatenate([np.zeros(8), np.geomspace(1e-6, 10, 504)]).astype(np.float32)
     x = np.concatenate([magnitudes, -magnitudes]).reshape(8, 8, 16)
     w = np.eye(16, dtype=np.float32)[None, None]
-    # Of products by TF32 numbers t is x but for its last bit.
+    # With TF32 products t equals x except for its last bit.
     algorithm = "igemm_simt" if platform == "cuda" else "native"
     call = functools.partial(jaxconv.conv, activation=activation, algorithm=algorithm)
     y = np.asarray(jax.jit(call)(x[None], w)[0]).astype(np.float64)
@@ -180,9 +180,9 @@ TINY = problem("tiny", (3, 4), 2, n=2, c=2, k=4, groups=2, stride=(1, 2))
 
 @pytest.mark.parametrize("activations", [ACTIVATIONS, ("relu",), ("silu",)], ids=name_of)
 def test_gradients(activations):
-    """Of all operands, forward and reverse, in float64: the rules, without a kernel's rounding.
+    """Gradients of all operands, forward and reverse, in float64: without a kernel's rounding.
 
-    Of order 2 for an activation whose derivative y tells, and for one of which pre is kept.
+    Second order for an activation whose derivative follows from y, and for one that stores pre.
     """
     order = 2 if len(activations) == 1 else 1
     with jax.enable_x64(True):

@@ -61,7 +61,7 @@ DEPTHWISE = [
         padding=((1, 0), (4, 4), (9, 10)),
     ),
 ]
-# Of the instances that copy by TMA: channels in multiples of 8, several tiles a CTA, tiles of
+# For instances that copy by TMA: channels in multiples of 8, several tiles for each CTA, tiles of
 # several images, a batch of filters.
 DEPTHWISE_TMA = [
     problem("3x3", (9, 31), 3, n=3, c=72, k=72, groups=72, padding=1),
@@ -75,15 +75,15 @@ DEPTHWISE_TMA = [
     problem("1x3", (2, 131), (1, 3), c=136, k=136, groups=136, padding=(0, 1)),
     problem("1x4", (1, 333), (1, 4), c=72, k=72, groups=72, padding=((0, 0), (3, 0))),
 ]
-# Of walks besides: parts of a map's rows, windows that begin at odd rows, a batch of filters.
+# In addition for walks: parts of a map's rows, windows at odd rows, a batch of filters.
 DEPTHWISE_WALK = [
     problem("3x3_stride2", (37, 13), 3, c=16, k=16, groups=16, padding=(0, 1), stride=2, batch=2),
     problem("5x5_stride2", (38, 15), 5, c=40, k=40, groups=40, padding=((1, 2), 2), stride=2),
     problem("5x5_stride2", (9, 12), 5, c=24, k=24, groups=24, padding=(2, 1), stride=2, batch=2),
 ]
-# Of products of two taps besides: tiles of two images, of which the last lacks one.
+# In addition for pairs of taps: tiles of two images, with one image missing in the last.
 DEPTHWISE_PAIRS = [problem("3x3", (20, 7), 3, n=3, c=72, k=72, groups=72, padding=1)]
-# What the other instances do not take: dilation, two outputs of each channel, dilated inputs.
+# Problems that other instances refuse: dilation, two outputs of each channel, dilated inputs.
 DEPTHWISE_ANY = problem(
     "any", (7, 9), (3, 2), c=34, k=68, groups=34, padding=1, dilation=(1, 2), lhs_dilation=(2, 1)
 )
@@ -146,7 +146,7 @@ WINOGRAD_PINGPONG = [
     problem("groups", (5, 14), 3, n=1, c=64, k=32, groups=2, padding=((0, 2), (3, 1))),
     problem("several_tiles", (11, 34), 3, n=7, c=80, k=272, padding=1),
 ]
-# Of one k-block of 32 channels and most of another: V of all of them is in shared memory.
+# One k-block of 32 channels and most of another: V of all channels is in shared memory.
 WINOGRAD_FEW = problem("tails", (9, 7), 3, n=1, c=56, k=40, padding=1)
 
 # Tails of tiles; the last, several tiles of the products a CTA.

@@ -33,7 +33,7 @@ uint3 blockIdx, threadIdx;
 namespace emulator {
 namespace {
 
-// Of a CTA's shared memory: nothing lies at low addresses, variables are this far apart.
+// Addresses in a CTA's shared memory: the first one, and the distance between variables.
 constexpr size_t kFirst = 1024, kGap = 256;
 constexpr size_t kMostShared = 232448;  // of a CTA, sm_90
 constexpr size_t kStaticShared = 65536;

@@ -1,9 +1,9 @@
 """Device kernels on the host, in tests/emulator: exact results without a GPU.
 
-Of depthwise and winograd every line of the tables runs, its operations and types in turn; of the
-other families each device kernel's file, and each file once more with the fused epilogue. Each case
-runs twice. First copies arrive as late as the waits allow, then at once and with the threads of a
-CTA in reverse order.
+For depthwise and winograd every line of the tables runs, with alternating operations and types. For
+other families each file of a device kernel runs, and once more with the fused epilogue. Each case
+runs twice: first copies arrive as late as the waits allow, then immediately and with the threads of
+a CTA in reverse order.
 """
 
 from __future__ import annotations

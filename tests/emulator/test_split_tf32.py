@@ -31,7 +31,7 @@ LARGEST = float(np.finfo(np.float32).max)
 
 
 def layer(instance: str) -> Problem:
-    """Of block_diagonal groups as wide as its blocks, between which no zeros lie, either."""
+    """For block_diagonal, groups as wide as its blocks, so that there are no zeros either."""
     if "_block_diagonal_" not in instance:
         few = (p for start, p in FEW.items() if instance.startswith(start) and "_256x" in instance)
         return next(few, POINTWISE)

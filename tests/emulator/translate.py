@@ -1,7 +1,7 @@
 """CUDA to C++ for the emulator.
 
-The input is preprocessed text, so that macros have become what they stand for. Three things are not
-C++ and are rewritten, everything else stays as it is, line by line:
+The input is preprocessed text, in which macros are expanded. Three constructs are not C++ and are
+rewritten; everything else is kept line by line:
 
     asm("mma.sync... {%0, %1}, ..." : "+f"(d[0]) : "r"(a))   calls of the functions in ptx.h
     __shared__ T name[3];  extern __shared__ T name[];         references into the CTA's memory

@@ -4,7 +4,7 @@ As a script it prints a table, and ends with status 1 where a case fails:
 
     python tests/functions/adversary.py [PATTERN]
 
-``test_adversary.py`` runs the same cases. Those that could end the process run in one of their own.
+``test_adversary.py`` runs the same cases. Cases that could end the process run in a separate one.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def materialize(tree: Any) -> list[Any]:
     Numbers of dtypes that NumPy lacks are compared in float32.
     """
     leaves = []
-    # Of an array whose computation failed, NumPy's view ends the process (jaxlib 0.10.2).
+    # A NumPy view of an array whose computation failed ends the process (jaxlib 0.10.2).
     jax.block_until_ready(tree)
     for leaf in jax.tree.leaves(tree, is_leaf=lambda x: x is None):
         if isinstance(leaf, jax.Array | np.ndarray):

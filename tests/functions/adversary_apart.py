@@ -155,7 +155,7 @@ def sizes() -> Iterator[tuple[str, Callable[[], Any], Any]]:
 
 
 def first_outputs() -> np.ndarray:
-    """Of any stride beyond the input only the first window is left."""
+    """The expected result for any stride beyond the input: only the first window."""
     y = lax.conv_general_dilated(X, W, (1, 1), ((1, 1), (0, 1)), dimension_numbers=NHWC)
     return np.asarray(y)[:, :1, :1]
 

@@ -99,8 +99,8 @@ KINKS: dict[str, tuple[float, ...]] = {
     "abs": (0.0,),
 }
 
-# Of the norms in spellings, those that give NaN where others do not: sqrt at 0, and 0 times NaN of
-# another group.
+# The norms in spellings without those that give NaN where others do not: sqrt at 0, and 0 times NaN
+# of another group.
 _VARIANCES = ("jnp.std ** 2",)
 NORMS = (
     *(name for name in spelling_groups.GROUP_FORMS if name != "group norm, by products"),

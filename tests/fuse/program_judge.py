@@ -1,19 +1,20 @@
 """Judges random programs: under ``override`` and ``fuse``, by the same program under lax.
 
-What ours and lax's must agree in depends on the numbers:
+The required agreement between our results and lax's depends on the numbers:
 
-- every result: where it is NaN, and where it is which infinity, in every type. Of a derivative,
-  where it is not finite: whether two infinities meet depends on the order of the chain rule's sums;
-- numbers of which float64 gives the very results of lax, by steps that round no integer: every bit,
-  zeros and ties too;
-- others: the error against float64 is at most a few times lax's, or what lax's own results move by
-  where every operand moves by one rounding. In 16 bits ``fuse`` leaves out roundings, so it may be
-  smaller.
+- every result: the positions of NaN and of each infinity, in every type. For derivatives only the
+  positions that are not finite, because the order of the chain rule's sums decides whether two
+  infinities meet;
+- results that float64 reproduces exactly, by steps that round no integer: every bit, including
+  zeros and ties;
+- other results: the error against float64 is at most a few times lax's, or the change of lax's own
+  results if every operand changes by one rounding. In 16 bits ``fuse`` omits roundings, so its
+  error may be smaller.
 
-Of a derivative the last two, and the first at few places, are no criterion where an activation's
-operand is not exact and lies within its rounding error of a kink. Such programs are not judged but
-counted. Of normal numbers in 16 bits nearly every program has such elements, few of each: the norm
-of the error is judged, and the share of elements that are 0.
+For derivatives the last two criteria, and the first at a few positions, do not apply if the operand
+of an activation is not exact and lies within its rounding error of a kink. Such programs are
+counted but not judged. With normal numbers in 16 bits nearly every program has a few such elements,
+so the norm of the error and the share of elements that are 0 are judged.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ FORWARD_MODE = ("jvp", "linearize", "hvp", "grad of grad", "grad of jvp", "jvp o
 
 
 def weights(y: jax.Array) -> jax.Array:
-    """Of a loss: small integers, exact in every type."""
+    """The weights of a loss: small integers, exact in every type."""
     return jnp.asarray((np.arange(y.size) % 5 - 2).reshape(y.shape), y.dtype)
 
 

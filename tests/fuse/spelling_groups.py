@@ -201,7 +201,7 @@ def _haiku(groups: int, c: int) -> Norm:
 
 
 def _instance_norm(moments: Moments, c: int) -> Norm:
-    """Of every example and channel, by its own mean and variance."""
+    """Normalises each channel of each example by its own mean and variance."""
 
     def norm(y, g, b):
         value = y.astype(wide(y.dtype))
@@ -212,7 +212,7 @@ def _instance_norm(moments: Moments, c: int) -> Norm:
     return norm
 
 
-# Of a number of groups and the channels' axis.
+# Functions of the number of groups and the channels' axis.
 GROUP_FORMS: dict[str, Callable[[int, int], Norm]] = {
     "group norm, squares": functools.partial(_group_norm, _of_squares),
     "group norm, jnp.var": functools.partial(_group_norm, _by_var),
@@ -226,7 +226,7 @@ GROUP_FORMS: dict[str, Callable[[int, int], Norm]] = {
 
 _OF_LIBRARIES = {"flax.linen": _linen, "flax.nnx": _nnx, "equinox": _equinox, "haiku": _haiku}
 
-# Of the channels' axis.
+# Functions of the channels' axis.
 INSTANCE_FORMS: dict[str, Callable[[int], Norm]] = {
     "instance norm, squares": functools.partial(_instance_norm, _of_squares),
     "instance norm, jnp.var": functools.partial(_instance_norm, _by_var),

@@ -153,7 +153,7 @@ def _of_examples(s: _Moments) -> Array:
 
 
 def _shifted(s: _Moments) -> Array:
-    """Of y minus a constant, such as the running mean."""
+    """The variance from y minus a constant, such as the running mean."""
     channels = 1 if s.c is None else s.y.shape[s.c]
     shift = jnp.asarray(np.linspace(0.5, 1.5, channels), s.y.dtype)
     less = s.y - (shift[0] if s.c is None else reshape(shift, s.y, s.c))
@@ -232,7 +232,7 @@ def _distributed(y, m, v, g, b, a):
     return y * scale - a(m) * scale + a(b)
 
 
-# Of y, the vectors m, v, g, b, and the function by which a vector becomes an array.
+# Functions of y, the vectors m, v, g, b, and the function that turns a vector into an array.
 AFFINES: dict[str, Callable[..., Array]] = {
     "(y - m) * (rsqrt * g) + b": lambda y, m, v, g, b, a: (y - a(m)) * a(rsqrt(v) * g) + a(b),
     "(y - m) * rsqrt * g + b": lambda y, m, v, g, b, a: (y - a(m)) * a(rsqrt(v)) * a(g) + a(b),
@@ -269,7 +269,7 @@ def reshape(vector: Array, y: Array, c: int) -> Array:
     return vector.reshape(shape)
 
 
-# Of a vector, y and c, an array that arithmetic with y takes.
+# Functions of a vector, y and c: an array that broadcasts against y.
 SPREADS: dict[str, Callable[[Array, Array, int], Array]] = {
     "implicit": lambda v, y, c: v if c == y.ndim - 1 else v.reshape(-1, *[1] * (y.ndim - 1 - c)),
     "reshape": reshape,
@@ -300,7 +300,7 @@ FRAMES = (
     "channels",
 )
 
-# Of what is mapped over examples, or over channels.
+# The forms that are mapped over examples, or over channels.
 _MEANS_OF_EXAMPLES = ("mean", "mean, keepdims", "sum / n", "axis by axis", "einsum", "lax.reduce")
 _OF_MEANS = tuple(name for name in VARIANCES if name.startswith(("squares", "two passes")))
 _MEANS_OF_CHANNELS = ("mean", "sum / n", "lax.reduce")

@@ -264,7 +264,7 @@ class Spelling:
             beside = first * p["scale"] + p["shift"]
         towards = np.asarray(centres)[rng.integers(0, len(centres), CHANNELS)]
         if shortcut.startswith("stochastic depth"):
-            # Of a dropped example the shortcut alone is left, of one centre already.
+            # A dropped example has only the shortcut, which already has one centre.
             above = [[c for c in centres if c > f] or [f + 3] for f in first]
             p["offset2"] = KEPT * (np.asarray([each[0] for each in above]) - first)
         else:

@@ -427,7 +427,7 @@ def test_fold_multiplies_constant_filters():
     assert call.params["epilogue"].words == ["bias", "relu"]
     assert_close(jaxconv.fuse(function, fold=True)(X), function(X))
     assert_close(jax.jit(jaxconv.fuse(function, fold=True))(X), function(X))
-    # Of an argument there is nothing to fold.
+    # Nothing is folded into a filter that is an argument.
     of_arguments = jaxconv.fuse(lambda x, w: conv(x, w) * SCALE, fold=True)
     (call,) = [
         e for e in jax.make_jaxpr(of_arguments)(X, W).eqns if e.primitive.name == "jaxconv_fused"

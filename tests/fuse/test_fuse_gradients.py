@@ -1,7 +1,7 @@
 """Derivatives inside of ``fuse``: JAX differentiates the fused function, there and nowhere else.
 
-The reference is the same step with the loss fused by hand: ``jax.grad(fuse(loss))``. Its calls are
-those that ``fuse`` of the step has to reach, and the unfused step gives the values.
+The reference is the same step with the loss fused by hand: ``jax.grad(fuse(loss))``. ``fuse`` of
+the step must have the same calls; the unfused step gives the expected values.
 """
 
 from __future__ import annotations

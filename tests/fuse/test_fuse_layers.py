@@ -1,7 +1,7 @@
 """What ``fuse`` makes of normalised layers in training, and of their gradients.
 
-A test counts the calls, and the sums over activations that are left to XLA: a program that stays as
-it is would pass a comparison of numbers. The gradients are taken inside of ``fuse`` and around it,
+A test counts the calls, and the sums over activations that are left to XLA, because an unchanged
+program would pass a comparison of numbers. The gradients are taken inside ``fuse`` and around it,
 which must give the same calls.
 """
 
@@ -96,7 +96,7 @@ def of(kind: str, function, *args) -> list:
 
 
 def layers(function, *args) -> list[str]:
-    """Of each call of ``normalise``: arrays, whether it has a shortcut, its copies and bits."""
+    """For each call of ``normalise``: arrays, whether it has a shortcut, its copies and bits."""
     return [
         f"{f.arrays}{'+' * f.shortcut}{' x2' * (f.copies == 2)}{' bits' * f.bits}"
         for f in of("normalise", function, *args)
@@ -104,7 +104,7 @@ def layers(function, *args) -> list[str]:
 
 
 def sums(function, *args) -> list[str]:
-    """Of each call of ``masked_sums``: gradients, arrays, what it masks by, whether it stores."""
+    """For each call of ``masked_sums``: gradients, arrays, the mask's source, whether it stores."""
     return [
         f"{f.gradients} {f.arrays} {f.activation or f.masked_by}{' stored' * f.stores}"
         for f in of("masked_sums", function, *args)
@@ -264,7 +264,7 @@ def test_gradients_that_are_not_stored(name, way):
 
 
 def test_frozen_vectors_have_no_sums():
-    """Of a projection whose vectors alone have gradients the call reads one array."""
+    """If only the vectors of a projection have gradients, the call reads one array."""
 
     def forward(p, x):
         q = jax.tree.map(lax.stop_gradient, p)

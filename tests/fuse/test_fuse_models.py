@@ -288,7 +288,7 @@ TRAINING = {
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", TRAINING)
 def test_training_takes_the_statistics_from_the_call(name, dtype, native_cpu):
-    """Of the result and of the new running statistics; no sum over activations is left."""
+    """The result and the new running statistics use them; no sum over activations is left."""
     make, words = TRAINING[name]
     apply, variables = make(dtype)
     x = image(name.split()[0], dtype)

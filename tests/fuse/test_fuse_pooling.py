@@ -118,7 +118,7 @@ def test_infinities_and_nan(dtype):
 
 
 def test_sums_are_rounded_once():
-    """Of float32 sums, so that 16 bits lose nothing to the number of windows."""
+    """Sums are float32, so that in 16 bits the number of windows costs no accuracy."""
     pool, x, _ = case("3x3 stride 1")
     dy = jnp.asarray(np.random.default_rng(3).standard_normal(x.shape), x.dtype)
     function = jax.jit(jaxconv.fuse(functools.partial(step, pool)))

@@ -211,7 +211,7 @@ def test_other_readers_and_operands(name, way):
 
 
 def test_inference_has_no_places():
-    """Of an argument, of batch norm with the batch's statistics, and of maxima."""
+    """Pooling of an argument, of batch norm with the batch's statistics, and of maxima."""
 
     def forward(p, x):
         return max_pool(x), max_pool(max_pool(activation(p, x)))

@@ -41,9 +41,9 @@ RATIO, ELEMENTS = {"bfloat16": 1.2, "float16": 1.2, "float32": 2.0}, 1000
 # float32 for batch norm, which no GPU does.
 AS_WRITTEN = {"xla_allow_excess_precision": False}
 
-# Draws of numbers, whose errors are averaged. Of one alone, the ratio of two programs that are
-# right varies by a third: rounding of means and variances is that of 16 channels. Where few draws
-# do not suffice, more decide.
+# The numbers of draws whose errors are averaged. With one draw the ratio of two correct programs
+# varies by a third, because only 16 channels contribute roundings of means and variances. If the
+# first number does not suffice, the second decides.
 DRAWS = (6, 40)
 
 # Mean over standard deviation of the first convolution's results.
@@ -188,7 +188,7 @@ def exact(spelling: Spelling):
 
 
 def errors(actual, of_float64) -> np.ndarray:
-    """Of arrays large enough, norms of their errors over norms of the arrays."""
+    """For arrays that are large enough, norms of their errors over norms of the arrays."""
     wide = [np.asarray(a).astype(np.float64) for a in actual]
     relative = [
         np.linalg.norm(a - e) / np.linalg.norm(e)

@@ -64,7 +64,7 @@ counted = functools.partial(jaxconv.conv, statistics=True)
     ],
 )
 def test_mean_and_variance(native_cpu, options, dtype):
-    """Of the result as rounded; a large mean costs the variance no accuracy."""
+    """Statistics of the rounded result; a large mean does not reduce the variance's accuracy."""
     axis, x, w = -1, X, W
     if "data_format" in options:
         axis, x, w = 1, X.transpose(0, 3, 1, 2), W.transpose(3, 2, 0, 1)[:, :2]
@@ -110,7 +110,7 @@ def test_many_channels_and_pixels(native_cpu, shape):
 
 
 def test_derivatives():
-    """Of all results, forward and reverse, to the second order, in float64."""
+    """Derivatives of all results, forward and reverse, to the second order, in float64."""
     x, w, bias = X[:1, :3, :3, :2], W[:2, :2, :2, :2], BIAS[:2]
     with jax.enable_x64(True):
         given = [np.asarray(a, np.float64) for a in (x, w, bias)]

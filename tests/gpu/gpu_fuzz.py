@@ -7,10 +7,9 @@ computed by ``algorithm="native"`` and by a random few of all the instances that
 quantised convolution, and one with an epilogue, in the same way; or a convolution and its gradients
 by ``jax.vjp``, of ``lax`` under ``override`` or of this library. Operands are small integers whose
 sums stay below 2^24, so every order of summation in float32 gives the bits of a reference in NumPy,
-rounded once;
-8-bit operands are of the whole range, and their epilogue's roundings are defined. Each program runs
-twice, with its results in memory that holds NaN beforehand, or -1. A worker process that dies or
-hangs counts as a failure of the problem it was at, and is replaced.
+rounded once. 8-bit operands have the whole range; the roundings of their epilogue are defined. Each
+program runs twice, with its results in memory that contains NaN, or -1. A worker process that dies
+or hangs counts as a failure of its current problem, and is replaced.
 
 A failure is one line that begins with its repro: ``python tests/gpu/gpu_fuzz.py --seed S
 --problem I`` runs that problem alone, on all accepting instances. ``--platform cpu`` runs the CPU's

@@ -78,7 +78,7 @@ def draw_call(draw: Draw, p: Problem) -> tuple[Int8Spec, str]:
 
 
 def _sizes(p: Problem, spec: Int8Spec):
-    """Of the convolution; the arrays of the layouts have the same."""
+    """Sizes of the convolution; they are the same for every layout."""
     plain = dataclasses.replace(spec, layout="nhwc")
     return plain.sizes(p.canonical_shape("x"), (p.k, 0))
 

@@ -110,7 +110,7 @@ def _winograd(draw: Draw) -> dict:
 
 
 def _channels(draw: Draw, padded: bool) -> dict:
-    """Of aligned rows, or such as have to be padded."""
+    """Channels with aligned rows, or with rows that need padding."""
     if padded:
         return {name: draw.integer(5, 120) for name in "ck"}
     return {name: 8 * draw.one_of(1, 4, 6, 8, 8, 9, 16, 17, 24) for name in "ck"}

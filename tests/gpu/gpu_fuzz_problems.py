@@ -31,7 +31,7 @@ DTYPE_CHOICES = (
 )
 LAYOUT_CHOICES = ("last", "last", "krsc", "first")
 LARGE_SHARE = 0.15  # of the problems
-# Of those that are of no kind.
+# Shares among problems without a kind.
 FORM_SHARES = {"plain": 0.68, gpu_fuzz_kinds.FUSED: 0.12, gpu_fuzz_kinds.INT8: 0.2}
 OF_A_KIND, EVERY = 3, 5  # so many of so many problems are of the kinds of gpu_fuzz_kinds.py
 

@@ -58,7 +58,7 @@ def test_8_bit_problems_are_varied():
         assert {bool(getattr(spec, present)) for spec in specs} == {False, True}
     assert any(p.groups > 1 for p in problems) and any(p.c == 4 for p in problems)
     assert any(p.groups == p.c for p in problems)
-    # Of the terms that the kernels with swapped operands take, in one group of many channels.
+    # Problems with terms that kernels with swapped operands accept, in one group of many channels.
     swapped = [
         case
         for case in INT8

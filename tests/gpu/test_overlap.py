@@ -1,8 +1,9 @@
-"""Kernels that begin before their predecessor has ended read nothing early (dependent launch).
+"""Kernels that start before their predecessor has ended read nothing early (dependent launch).
 
 A convolution lets the next kernel of the stream start while its last tiles are stored, and XLA
-launches its own fusions with programmatic dependence. A fusion that read its input before the
-convolution's stores are visible would give other bits than the same operations one at a time.
+launches its own fusions with programmatic dependence. If a fusion read its input before the
+convolution's stores are visible, the bits would differ from those of the same operations one at a
+time.
 """
 
 from __future__ import annotations

@@ -151,7 +151,7 @@ def test_without_a_scale_integers_wrap_and_floats_round(platform, out):
 
 @pytest.mark.parametrize(("x_dtype", "terms"), [("s8", 131_071), ("u8", 65_793)])
 def test_the_longest_sums_that_cannot_overflow(platform, x_dtype, terms):
-    """Of the most extreme products; one term more would pass 2^31."""
+    """Sums of the most extreme products; one more term would exceed 2^31."""
     limits = np.iinfo(X_DTYPES[x_dtype])
     extreme = limits.min or limits.max
     x = np.full((1, 1, terms), extreme, X_DTYPES[x_dtype])

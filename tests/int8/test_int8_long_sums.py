@@ -131,7 +131,7 @@ def test_requantised_sums(platform, name, out):
     p = next(p for p in PROBLEMS if p.name == name)
     x, w = extreme(p, np.int8, "signs")
     given = terms(p, out)
-    # Of a result between the extremes, the last bits of a sum decide.
+    # The last bits of a sum decide results between the extremes.
     given["scale"] = np.full(p.k, 1.7e-6 if np.dtype(out).kind != "f" else 1.0, np.float32)
     expected = requantized(sums(p, x, w), out, activation="relu", **given)
     assert len(np.unique(expected)) > 10

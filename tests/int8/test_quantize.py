@@ -257,7 +257,7 @@ def test_the_gradient_of_fake_quantize_passes_straight_through():
     scale = np.float32(1)
     gradient = jax.grad(lambda x: jnp.sum(int8.fake_quantize(x, scale) * jnp.arange(1.0, 8)))
     np.testing.assert_array_equal(gradient(x), [1, 2, 3, 4, 0, 6, 0])
-    # Of the scale: the rounding error in steps inside the range, the limit outside.
+    # The scale's gradient: the rounding error in steps inside the range, the limit outside.
     of_scale = jax.vmap(jax.grad(int8.fake_quantize, argnums=1), (0, None))(x, scale)
     np.testing.assert_allclose(of_scale, [-0.3, -0.4, 0.1, -0.1, 127, 0, -127], atol=1e-5)
     _, tangent = jax.jvp(lambda x: int8.fake_quantize(x, scale), (x,), (np.ones_like(x),))

@@ -1,9 +1,9 @@
 """Layers of other libraries on our kernels: through their hooks, and under install and override.
 
 Every test compares a layer's output and gradients, in its parameters and its input, with what it
-computes without jaxconv, and asks ``explain`` whether the convolutions took our kernels: a hook
-that fell back to XLA would pass a comparison of numbers. Libraries that are not installed are
-skipped.
+computes without jaxconv, and asks ``explain`` whether our kernels computed the convolutions,
+because a hook that fell back to XLA would pass a comparison of numbers. Libraries that are not
+installed are skipped.
 """
 
 from __future__ import annotations

@@ -153,7 +153,7 @@ def test_overridden_convolution_and_gradients_are_lax_s(platform, name):
 
 
 def forms(f, *arguments) -> list[str]:
-    """Of every convolution that ``f`` lowers to: operation, and what tells it from others."""
+    """For every convolution of ``f`` after lowering: the operation, and what identifies it."""
     with jaxconv.override():
         convolutions = jaxconv.explain(f, *arguments).convolutions
     assert all(c.instance for c in convolutions), convolutions

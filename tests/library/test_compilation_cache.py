@@ -1,7 +1,8 @@
 """JAX's persistent compilation cache and programs on automatic meshes, between processes.
 
-XLA's partitioner asks jaxconv for the program of one device while it compiles. A process that finds
-the program in the cache is not asked, so the key must tell all that the answer depends on.
+XLA's partitioner asks jaxconv for the program of one device while it compiles. In a process that
+finds the program in the cache it does not ask, so the key must contain everything on which the
+answer depends.
 """
 
 from __future__ import annotations

@@ -65,7 +65,7 @@ def both(function, operands, tangents, dz):
 @pytest.mark.parametrize("stored", [False, True])
 @pytest.mark.parametrize("affine", [False, True])
 def test_ties(affine, stored, dtype):
-    """Of integers, whose windows have several maxima, and maxima at relu's corner."""
+    """Integers, so that windows have several maxima, and maxima at relu's corner."""
     form = form_of(affine, stored=stored)
     given = drawn(affine, dtype), drawn(affine, dtype, seed=1), cotangents(form, dtype)
     actual, expected = (

@@ -151,7 +151,7 @@ def test_the_definition(summands, activation, examples):
 
 @pytest.mark.parametrize("summands", SUMMANDS)
 def test_16_bits(summands):
-    """Of integers, which no rounding changes."""
+    """With integers, so that nothing is rounded."""
     form = form_of(summands, "relu6", jnp.bfloat16)
     operands = drawn(form, integers=True)
     (z,) = bound(form)(*operands)
@@ -312,7 +312,7 @@ def test_the_hessian_through_a_call_of_sums(summands):
 
 # --- what a transposed call computes --------------------------------------------------------------
 
-# Of two gradients of z, whose operands and gradients are in memory: the call of ``masked_sums``.
+# The call of ``masked_sums`` for two gradients of z, with operands and gradients in memory.
 CALLS = {
     ("one array", None): Sums(2, 1, "none", False, None, None),
     ("one array", "relu"): Sums(2, 1, "affine", False, 0.0, None),
@@ -326,7 +326,7 @@ CALLS = {
     ("a shortcut", "relu6"): Sums(2, 1, "bits", True, 0.0, 6.0),
     ("two arrays", "relu"): Sums(2, 2, "bits", True, 0.0, None),
     ("two arrays", None): Sums(2, 2, "none", True, None, None),
-    # Of the gradient that is stored, masked by XLA.
+    # Sums of the stored gradient, which XLA masks.
     ("a shortcut", "maximum"): Sums(1, 1, "none", False, None, None),
     ("a shortcut", "silu"): Sums(1, 1, "none", False, None, None),
     ("two arrays", "sin"): Sums(1, 2, "none", False, None, None),

@@ -26,7 +26,7 @@ def conv(x, w=W):
 
 
 def explained(function, *args):
-    """Of ``fuse(function)``, on the kernels."""
+    """The explanation of ``fuse(function)``, on the kernels."""
     with jaxconv.override():
         return jaxconv.explain(jaxconv.fuse(function), *(args or (X,)))
 

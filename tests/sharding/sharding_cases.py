@@ -1,8 +1,8 @@
 """Random sharded programs: each a function of (seed, index), with the results by definition.
 
 A case is a program of one convolution, the mesh, and how every operand is split. Its operands are
-small integers, on which every order of summation gives the same bits, so that the expected results
-are those of NumPy, whatever is split.
+small integers, for which every order of summation gives the same bits, so NumPy gives the expected
+results for every split.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Judges random sharded programs: results by definition, failures and collectives by lax.
 
-XLA's own sharded program is no reference: for many splits its numbers are wrong, for some it ends
-the process, so that lax runs in another one. Where it is right, collectives are compared.
+XLA's own sharded program is not a reference: for many splits its results are wrong, and for some it
+crashes, so lax runs in another process. If its result is right, collectives are compared.
 """
 
 from __future__ import annotations

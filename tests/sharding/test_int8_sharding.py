@@ -51,7 +51,7 @@ def layer(x, w, scale, bias, residual, residual_scale, stride=1, **options):
 
 
 def specs(n, k, layout: str, of_image: bool) -> tuple:
-    """Of x, w, scale, bias, residual and residual_scale, then of the result."""
+    """Specs of x, w, scale, bias, residual and residual_scale, then of the result."""
     y = Spec(n, None, None, k) if layout == "NHWC" else Spec(n, k)
     return (Spec(n), Spec(k), Spec(n, k) if of_image else Spec(k), Spec(k), y, Spec(), y)
 

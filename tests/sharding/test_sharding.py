@@ -93,7 +93,7 @@ def test_gradient_of_the_replicated_filter_taken_outside(mesh, p):
         check_vma=True,
     )
     step = jax.jit(jax.grad(mapped, argnums=(0, 1)))
-    # Of the filter's gradient. The loss itself is not needed, and so not summed.
+    # The sum of the filter's gradient. The loss itself is not needed, and so not summed.
     assert_gradients_with_one_sum(step, p, (x, w, t), expected)
 
 

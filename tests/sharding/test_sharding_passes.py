@@ -127,7 +127,7 @@ def drawn(kinds: str) -> list[jax.Array]:
 
 
 def spec(kind: str, n=None, s=None, c=None) -> P:
-    """Of whole vectors where the batch is split: parameters are replicated."""
+    """The spec of an array; vectors are whole if the batch is split."""
     return {"c": P(c), "n": P(n, c), "h": P(n if n == "data" else None, c)}.get(
         kind, P(n, s, None, c)
     )

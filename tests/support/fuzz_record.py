@@ -1,21 +1,21 @@
-"""What the fuzzes that run for hours share: segments in fresh interpreters, and the record of runs.
+"""Shared by the fuzzes that run for hours: segments in fresh interpreters, and the record of runs.
 
-A problem is a function of (seed, index). A fuzz is a program with the arguments of ``parser``, a
-function ``work`` that judges the problems of some indices, and a ``Fuzz``:
+A problem is a function of (seed, index). A fuzz consists of a program with the arguments of
+``parser``, a function ``work`` that judges the problems with some indices, and a ``Fuzz``:
 
     def work(seed, indices, options) -> dict: ...  # what ``found`` makes
 
     options = fuzz_record.parser(__doc__).parse_args()
     sys.exit(fuzz_record.main(FUZZ, options, work))
 
-Processes take the indices in segments, each in an interpreter of its own, which is the program with
-``--segment``. One that dies is judged again in halves, down to the problem that ends the process. A
-failure is one line, its repro first.
+Processes work on segments of indices, each in a separate interpreter (the program with
+``--segment``). If an interpreter dies, its segment is judged again in halves, down to the problem
+that ends the process. A failure is one line that starts with its repro.
 
-The record is a list of runs, each with its commit and the hashes of the sources that decide a
-result: ``kernels`` and ``python``. A seed that is in it already is refused, so that no problem
-counts twice. ``--total`` sums up the runs by sources; its exit status is that of those on the
-checkout's own: 0 where there are some, none wrong.
+The record is a list of runs, each with its commit and the hashes of the sources that determine
+results: ``kernels`` and ``python``. A recorded seed is refused, so that no problem counts twice.
+``--total`` sums the runs by sources. Its exit status is 0 if there are runs on the checkout's own
+sources and none of these has a failure.
 """
 
 from __future__ import annotations

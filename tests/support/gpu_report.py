@@ -1,4 +1,4 @@
-"""The record of a GPU run, since continuous integration has none: what ran, where, on what sources.
+"""The record of a GPU run, because CI has no GPU: what ran, where, on which sources.
 
     python -m pytest -m gpu --record-gpu-report tests/gpu_report.json
 
@@ -7,8 +7,8 @@ tools add a summary of their own:
 
     python tests/support/gpu_report.py tests/gpu_report.json memcheck '{"failed": 0}'
 
-What ran on the same sources, commit and machine is merged into the record, anything else replaces
-it. Without git, the commit is read from $JAXCONV_COMMIT. ``test_gpu_report.py`` compares the record
+Runs on the same sources, commit and machine are merged into the record; any other run replaces it.
+Without git, the commit is read from $JAXCONV_COMMIT. ``test_gpu_report.py`` compares the record
 with the checkout.
 """
 

@@ -165,7 +165,7 @@ def _requantized(
     activation: str | None = None,
     zero_point: int = 0,
 ) -> np.ndarray:
-    """Of sums (pixels, k)."""
+    """The requantised sums (pixels, k)."""
     if offset is not None:
         acc = (acc.astype(np.int64) + offset).astype(np.int32)
     t = fma(acc.astype(np.float32), scale, np.float32(0) if bias is None else bias)

@@ -1,7 +1,7 @@
 """The one list of convolution problems that every test draws from.
 
-A ``Problem`` is written with the sizes a reader thinks in; ``spec`` and ``line`` give the library's
-own forms. Sizes are small: correctness lives in the tails, the strides and the odd extents.
+A ``Problem`` has sizes in readable form; ``spec`` and ``line`` return the library's forms. Sizes
+are small, because errors appear in tails, strides and odd extents.
 """
 
 from __future__ import annotations
@@ -327,7 +327,7 @@ DEPTHWISE_WINDOWS = (
 
 
 def _depthwise_problems() -> list[Problem]:
-    """Of every window for which there are kernels of their own, six each."""
+    """Six problems for every window that has its own kernels."""
     found = []
     for window, stride in (*DEPTHWISE_WINDOWS, ((11, 17), 1)):
         pads = tuple((r // 2, (r - 1) // 2) for r in window)
@@ -475,8 +475,8 @@ for _name, _layer in BENCH_LAYERS.items():
     _distinct.setdefault(dataclasses.replace(_scaled, name=""), _scaled)
 LAYERS = list(_distinct.values())
 
-# Of 8-bit operands: channels of a group in multiples of 32, or 4 input channels, as the packed
-# layouts hold them.
+# 8-bit problems: channels of a group in multiples of 32, or 4 input channels, as the packed layouts
+# require.
 INT8 = [
     problem("int8", 14, 3, c=32, k=64, padding=1),
     problem("int8_blocks", (9, 8), 3, c=96, k=160, padding=1),

@@ -1,9 +1,9 @@
 """cuDNN's own convolutions as a further side, through cuDNN's Python frontend.
 
 ``jax.lax`` and PyTorch have no int8 convolution on GPUs; cuDNN's graph API has one, in NHWC, with
-scale, bias and ReLU fused. It also tells which of its plans are Winograd's, which ``jax.lax`` does
-not; they take NCHW alone. PyTorch holds the buffers. Every execution plan that cuDNN's heuristics
-offer is timed once, and the fastest is measured.
+scale, bias and ReLU fused. Unlike ``jax.lax``, it also identifies plans that use Winograd; these
+support only NCHW. PyTorch holds the buffers. Every execution plan from cuDNN's heuristics is timed
+once, and the fastest is measured.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from jaxconv.bench.layers import Layer
 from jaxconv.bench.problem import Problem
 from jaxconv.bench.program import Program
 
-# Of each plan.
+# Timed runs of each plan.
 _TIMED_RUNS = 5
 
 # A plan whose first convolution takes this many times as long as another's is not timed.
@@ -241,7 +241,7 @@ def _integers(layer: Layer, tensors: dict[str, Any]) -> dict[Any, Any]:
         "y": torch.empty(layer.shape("y"), dtype=torch.int8 if fused else torch.int32, **on_gpu),
     }
     if fused:
-        # Of the order of 40 / (73^2 sqrt(terms)), so that results fill the range of int8.
+        # About 40 / (73^2 sqrt(terms)), so that results fill the range of int8.
         deviation = 73**2 * (layer.c // layer.groups * layer.window[0] * layer.window[1]) ** 0.5
         filled["scale"] = (torch.rand(layer.k, **on_gpu) + 0.5) * (48 / deviation)
         filled["bias"] = torch.rand(layer.k, **on_gpu) * 48 - 24

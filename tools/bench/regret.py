@@ -1,8 +1,8 @@
-"""How much time selection loses: the chosen kernel beside every other that takes the problem.
+"""Measures the loss of selection: the selected kernel beside all others that accept the problem.
 
-Each kernel instance runs the same program, so many independent convolutions that the start of the
-program hardly counts, on the same random operands. A kernel's regret on a problem is its time over
-the least time of any instance, less one.
+Each kernel instance runs the same program on the same random operands, with enough independent
+convolutions that the start of the program is negligible. The regret of a kernel on a problem is
+(its time / the least time of any instance) - 1.
 """
 
 from __future__ import annotations

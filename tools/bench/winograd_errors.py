@@ -55,7 +55,7 @@ class Case:
 
 @dataclasses.dataclass(frozen=True)
 class Errors:
-    """Of one case, relative to the standard deviation of the reference."""
+    """The errors of one case, relative to the standard deviation of the reference."""
 
     case: Case
     rms: float

@@ -1,10 +1,11 @@
 """The set "winograd": variants of Winograd beside the direct kernel and lax.
 
-A variant is a CUDA kernel instance of the family or, where none takes the problem with a tile, the
-form in JAX; in fprop each also with a filter that is prepared ahead of the calls. On a GPU they are
-those that are predicted fastest, and of the layers "seed_*" one of each form, or all. Variants are
-measured alone: lax, peers and the direct kernel stand in the row before them. Of quantised layers
-(dtype int8_nhwc or int8_nchw32) they are the tiles of ``jaxconv.int8.conv``.
+A variant is a CUDA kernel instance of the family or, if no instance accepts the problem with a
+tile, the form in JAX; in fprop each also runs with a prepared filter. On a GPU the variants are
+those with the smallest predicted times and, for the layers "seed_*", one of each form, or all.
+Variants are measured alone: lax, peers and the direct kernel are in the row before them. For
+quantised layers (dtype int8_nhwc or int8_nchw32) the variants are the tiles of
+``jaxconv.int8.conv``.
 """
 
 from __future__ import annotations

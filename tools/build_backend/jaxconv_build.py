@@ -1,8 +1,8 @@
-"""The build backend: scikit-build-core's, which asks for NVIDIA's compiler where it is needed.
+"""The build backend: scikit-build-core's, which adds NVIDIA's compiler if it is needed.
 
 PEP 517 frontends (pip, build, uv) install what ``get_requires_for_build_wheel`` returns before they
-build. Where CUDA kernels are to be built and there is no nvcc, NVIDIA's pip packages are among it:
-a GPU machine needs no CUDA toolkit. ``cc/cuda/cuda.cmake`` finds nvcc in the same places.
+build. If CUDA kernels are built and there is no nvcc, this includes NVIDIA's pip packages, so a GPU
+machine needs no CUDA toolkit. ``cc/cuda/cuda.cmake`` finds nvcc in the same places.
 
 Two settings, each a variable of the environment or ``-C cmake.define.NAME=VALUE``:
     JAXCONV_CUDA    ON, OFF or AUTO, the default: kernels are built where there is an NVIDIA driver

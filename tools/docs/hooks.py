@@ -1,6 +1,6 @@
 """What mkdocs adds to the pages of docs/: tables made from the sources, and the API's names.
 
-A page asks for it by a comment of its own line:
+A page requests a table by a comment on its own line:
 
     <!-- kernels.def -->    every CUDA instance, from cc/cuda/*/kernels.def
     <!-- choices.tsv -->    what selection takes on several GPUs of the layers of the benches, from

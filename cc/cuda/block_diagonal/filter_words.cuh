@@ -1,10 +1,10 @@
-// The filter of gather.cuh and, of 32-bit elements, of runs_sm90.cuh in shared memory: words of B as
-// mma.sync takes them (ptx/mma.cuh), so that a lane reads its own by vectors.
+// The filter in shared memory for gather.cuh and, with 32-bit elements, for runs_sm90.cuh: words of
+// B in the order of mma.sync (ptx/mma.cuh), so that a lane reads its words by vectors.
 //
 //     [owner][tap][piece][lane][words of a piece]
 //
-// An owner is so many columns of a tile, of all gathered channels of their block. Its word 2 (kk
-// kBlocksN + n) + half is that of half `half` of step kk and of the 8 columns n.
+// An owner has 8 kBlocksN columns of a tile and all gathered channels of their block. Word 2 (kk
+// kBlocksN + n) + half belongs to half `half` of step kk and to the 8 columns n.
 #ifndef JAXCONV_CUDA_BLOCK_DIAGONAL_FILTER_WORDS_CUH_
 #define JAXCONV_CUDA_BLOCK_DIAGONAL_FILTER_WORDS_CUH_
 
@@ -22,17 +22,17 @@ namespace jaxconv::block_diagonal {
 template <int kSteps_, int kBlocksN_>
 struct FilterWords {
   static constexpr int kSteps = kSteps_, kBlocksN = kBlocksN_;
-  // Words of a lane under a tap, in pieces of up to 16 bytes.
+  // Words of a lane for one tap, in pieces of up to 16 bytes.
   static constexpr int kWords = kSteps * kBlocksN * 2, kPieceWords = kWords < 4 ? kWords : 4;
   static constexpr int kTapBytes = kWords * 128;
 
-  // Bytes in front of a lane's first word, and from there to another.
+  // The offset of a lane's first word in bytes, and of another word from there.
   __device__ static constexpr uint32_t OfLane(int lane) { return lane * (kPieceWords * 4); }
   __device__ static constexpr uint32_t OfWord(int word) {
     return word / kPieceWords * (kPieceWords * 128) + word % kPieceWords * 4;
   }
 
-  // filter: the lane's first word of the tap.
+  // filter: the address of the lane's first word of the tap.
   __device__ __forceinline__ static void Load(uint32_t filter, uint32_t (&b)[kWords]) {
     if constexpr (kPieceWords == 2) {
       LoadPair(filter, &b[0], &b[1]);
@@ -46,9 +46,9 @@ struct FilterWords {
   }
 };
 
-// Begins to copy the groups' elements of 32 bits of a tile; zeros lie around them. column_of(c): the
-// column of an owner's c-th channel. A lane has a channel of the result, a warp every kWarps-th (tap,
-// gathered channel of the group).
+// Starts copying the 32-bit elements of a tile's groups, which are surrounded by zeros.
+// column_of(c): the column of an owner's channel c. A lane has one channel of the result, a warp
+// every kWarps-th (tap, gathered channel of the group).
 template <class Filter, class ColumnOf>
 __device__ __forceinline__ void CopyFilterElements(const Params& params, const TilePlace& tile,
                                                    uint32_t to, ColumnOf column_of) {
@@ -75,7 +75,7 @@ __device__ __forceinline__ void CopyFilterElements(const Params& params, const T
   }
 }
 
-// Rounds a filter of 32-bit elements to TF32. By all threads, between two barriers.
+// Rounds a filter of 32-bit elements to TF32. Called by all threads, between two barriers.
 __device__ __forceinline__ void RoundFilter(uint32_t filter, int32_t bytes) {
   for (int32_t i = threadIdx.x * 16; i < bytes; i += kThreads * 16) {
     const uint4 chunk = LoadChunk(filter + i);

@@ -1,8 +1,8 @@
 // block_diagonal, fprop and dgrad: groups of 2 to 32 channels on the tensor cores (sm_80), operands
 // of 16 bits or float32.
 //
-// The groups of kBlock (16 or 32) neighbouring channels are one product whose filter is
-// block-diagonal:
+// The groups of kBlock (16 or 32) neighbouring channels form one product with a block-diagonal
+// filter:
 //
 //     out[pixel, 16 channels] += sum over taps of gathered[pixel under the tap, 16 channels] F[tap]
 //
@@ -10,34 +10,36 @@
 //            F[tap] 16 x 16         . . . . x x x x . . . .          zeros multiply other groups'
 //                                   . . . . . . . . x x x x ...      channels
 //
-// Zeros waste 3/4 of the products of groups of 4; the bound is memory all the same. dgrad is the
-// same product of dy with the filter turned and transposed; a stride's zeros are made where dy's
-// box is filled.
+// Zeros waste 3/4 of the products for groups of 4, but the limit is still memory. dgrad is the same
+// product of dy with the filter rotated and transposed; copying dy's box inserts the zeros of a
+// stride.
 //
-// Tile: up to 16 kBlocksM positions a strip, of any rows x columns or of several whole maps, and 64
-// channels. Warp w has the block of channels w % (64 / kBlock) and the strip w / (64 / kBlock). A
-// is ldmatrix of the box itself, whose pixels are rows of 128 bytes (tile.cuh); B lies in shared
-// memory as mma.sync takes it, 16 bytes a lane. Its zeros are written once, the groups' elements
-// when the channels change:
+// Tile: 64 channels, and strips of up to 16 kBlocksM positions, from any rows x columns or from
+// several whole maps. Warp w has the block of channels w % (64 / kBlock) and the strip w / (64 /
+// kBlock). ldmatrix reads A directly from the box, whose pixels are rows of 128 bytes (tile.cuh). B
+// has the order of mma.sync in shared memory, 16 bytes for each lane. Its zeros are written once,
+// the elements of groups whenever the channels change:
 //
 //     stage 0: box | stage 1: box | B [block][tap][fragment][lane] | tables
 //
-// B's columns are permuted so that a lane ends with kBlock / 4 neighbouring channels of a pixel.
-// Of a tap and 16 positions x 16 channels: 4 wavefronts of ldmatrix, 2 products, and 4 / kBlocksM
-// wavefronts of B. 3x3, 28 x 8 positions: 2 x 43 KB of boxes, 18 KB of B, two CTAs an SM.
+// B's columns are permuted so that a lane has the sums of kBlock / 4 neighbouring channels of a
+// pixel. A tap of 16 positions x 16 channels takes 4 wavefronts of ldmatrix, 2 products, and 4 /
+// kBlocksM wavefronts of B. 3x3 with 28 x 8 positions: 2 x 43 KB of boxes, 18 KB of B, two CTAs on
+// an SM.
 //
-// float32: a tile has 32 channels, as many bytes, a block 8, 16 or 32 and a product 8 of the gathered
-// ones. B is copied element by element and rounded to TF32 where it lies, A in registers; or both are
-// split there (three TF32 products, common/split_tf32.cuh), a run of the reduction being up to 16
-// gathered channels under one tap.
+// float32: a tile has 32 channels (equal bytes), a block 8, 16 or 32, and a product 8 gathered
+// channels. B is copied element by element and rounded to TF32 in shared memory, A in registers.
+// With three TF32 products (common/split_tf32.cuh) both are split in registers; a run of the
+// reduction is up to 16 gathered channels under one tap.
 //
-// The next item's box is copied while this one is multiplied; two barriers an item.
+// The next item's box is copied during the products of this one; two barriers for each item.
 //
-// Zeros of F meet the channels of other groups in the block: an Inf or NaN of x spreads to the
-// outputs of its block of channels.
+// Zeros of F multiply the channels of other groups in the block, so an Inf or NaN in x spreads to
+// the outputs of its block of channels.
 //
-// Refused, with a reason (plan.cc): groups of unlike input and output channels, of sizes that do
-// not divide 16 or 32, channels that are not multiples of 8, boxes beyond the shared memory.
+// Refused, with a reason (plan.cc): groups with different numbers of input and output channels or
+// with sizes that do not divide 16 or 32, channels that are not multiples of 8, boxes beyond the
+// shared memory.
 #ifndef JAXCONV_CUDA_BLOCK_DIAGONAL_GATHER_CUH_
 #define JAXCONV_CUDA_BLOCK_DIAGONAL_GATHER_CUH_
 
@@ -60,8 +62,8 @@
 
 namespace jaxconv::block_diagonal {
 
-// kBlock: channels of a block. kBlocksM: of 16 positions, of a warp. kThreeTf32: of float32, three
-// products for one.
+// kBlock: channels of a block. kBlocksM: blocks of 16 positions of a warp. kThreeTf32: float32 as
+// three products.
 template <Op kOp, DType kType, int kBlock_, int kBlocksM_, int kCtasPerSm_,
           bool kThreeTf32_ = false>
 struct Gather {
@@ -78,28 +80,28 @@ struct Gather {
   static Status Launch(const Plan& plan, const Operands& operands, void* stream);
 };
 
-// B of a tile's channels, all taps: the elements of the groups; zeros lie around them. Word `half`
-// of step kk and columns nb of lane 4 g + t is the pair of gathered channels 16 kk + 8 half + 2 t,
-// of the result's channel g / 2 * 2 kBlocksN + 2 nb + g % 2.
+// Copies B of a tile's channels and all taps: the elements of the groups, which are surrounded by
+// zeros. In lane 4 g + t, word `half` of step kk and columns nb is the pair of gathered channels at
+// 16 kk + 8 half + 2 t, for channel g / 2 * 2 kBlocksN + 2 nb + g % 2 of the result.
 //
-// A lane has two neighbouring channels of the result; a warp has one or two of the group's pairs of
-// gathered channels, and of 2 to 8 channels a group every second to eighth tap.
+// A lane has two neighbouring channels of the result. A warp has one or two of the group's pairs of
+// gathered channels and, for groups of 2 to 8 channels, every second to eighth tap.
 //
-// Of 32-bit elements CopyFilterElements (filter_words.cuh) takes its place.
+// For 32-bit elements see CopyFilterElements (filter_words.cuh).
 template <class Tag>
 __device__ __forceinline__ void FillFilter(const Params& params, const TilePlace& tile,
                                            uint32_t to) {
   using T = typename Tag::T;
-  constexpr int kBatch = 3;  // taps whose loads wait together
+  constexpr int kBatch = 3;  // taps whose loads are in flight together
   const int warp = UniformWarp();
   const int in_tile = ComputedHere(threadIdx.x) % 32 * 2, in_block = in_tile % Tag::kBlock;
   const int32_t channel = tile.first_channel + in_tile;
-  // B of channels that do not exist is left as it is: nothing of them is stored.
+  // B of missing channels is not written, because their outputs are not stored.
   if (channel >= params.channels) return;
   const int32_t taps = params.axis[0].taps * params.axis[1].taps * params.axis[2].taps;
   const int32_t group_log2 = ComputedHere(params.group_log2);
   const int32_t in_group = (1 << group_log2) - 1;  // a mask
-  // Of the two strides one is 1: a word has either the pair or the two channels.
+  // One of the two strides is 1: a word contains either the pair or the two channels.
   const bool pairs = ComputedHere(params.reduction_stride == 1) != 0;
   const bool flip = ComputedHere(params.flip) != 0;
   const int64_t second = pairs ? params.channel_stride : params.reduction_stride;
@@ -146,7 +148,7 @@ __device__ __forceinline__ void FillFilter(const Params& params, const TilePlace
   }
 }
 
-// AddTap of three TF32 products (common/split_tf32.cuh). words: the lane's of B.
+// AddTap with three TF32 products (common/split_tf32.cuh). words: the lane's words of B.
 template <class Tag, int kBlocks>
 __device__ __forceinline__ void AddTapSplit(uint32_t box, uint32_t filter,
                                             const uint32_t (&words)[Tag::Filter::kWords],
@@ -171,7 +173,7 @@ __device__ __forceinline__ void AddTapSplit(uint32_t box, uint32_t filter,
     read_a(0, a);
     const uint32_t left = MultiplySplitRun(b, a, acc, read_a, [](auto) {});
     if (__any_sync(0xffffffff, left != 0)) {
-      // Block by block, which takes few registers.
+      // Block by block, which needs few registers.
       Unroll<kBlocks>([&](auto block) {
         constexpr int m = decltype(block)::value;
         auto& of_block = reinterpret_cast<float (&)[1][kBlocksN][4]>(acc[m]);
@@ -189,8 +191,8 @@ __device__ __forceinline__ void AddTapSplit(uint32_t box, uint32_t filter,
 }
 
 // Adds one tap. box: the first pixel of the stage under the tap. base: the lane's pixel and chunk
-// of every 16 positions, in bytes. filter: the lane's piece of the block's tap. kBlocks: of the
-// warp's strip.
+// for every 16 positions, in bytes. filter: the lane's piece of the block's tap. kBlocks: blocks in
+// the warp's strip.
 template <class Tag, int kBlocks>
 __device__ __forceinline__ void AddTap(uint32_t box, uint32_t filter,
                                        const int32_t (&base)[Tag::kBlocksM],
@@ -218,8 +220,8 @@ __device__ __forceinline__ void AddTap(uint32_t box, uint32_t filter,
   }
 }
 
-// Adds the taps of one depth tap, of a strip of `blocks` <= kBlocks. So the loops have no branch
-// but their own.
+// Adds the taps of one depth tap for a strip of `blocks` <= kBlocks, a template argument inside, so
+// that the loops contain no branches.
 template <class Tag, int kBlocks = Tag::kBlocksM>
 __device__ __forceinline__ void AddTaps(const Params& params, int blocks, uint32_t box,
                                         uint32_t filter, const int32_t (&base)[Tag::kBlocksM],
@@ -254,8 +256,8 @@ __device__ __forceinline__ void AddTaps(const Params& params, int blocks, uint32
   }
 }
 
-// Stores the lane's outputs of a tile. positions: the lane's first, in shared memory. channel: its
-// first, of 2 kBlocksN.
+// Stores the lane's outputs of a tile. positions: the lane's first position, in shared memory.
+// channel: the first of its 2 kBlocksN channels.
 template <class Tag, typename Out>
 __device__ __forceinline__ void StoreTile(const Params& params,
                                           const typename Tag::Epilogue& epilogue,
@@ -312,7 +314,7 @@ __global__ void __launch_bounds__(kThreads, Tag::kCtasPerSm)
   const int32_t chunk_bytes = block * Tag::kBlock * int{sizeof(T)} + lane / 16 * 16;
   const Epilogue epilogue(params.epilogue);
 
-  // 16 positions each: strip, strip + kStrips, ...
+  // Blocks of 16 positions: strip, strip + kStrips, ...
   const int32_t all_blocks = (params.tile_pixels + 15) / 16;
   const int blocks = (all_blocks - strip + Tag::kStrips - 1) / Tag::kStrips;
   auto fill = [&](int32_t item, int32_t depth_tap, int stage) {
@@ -320,7 +322,7 @@ __global__ void __launch_bounds__(kThreads, Tag::kCtasPerSm)
                stages + stage * params.stage_bytes);
   };
   FillTables(params, 0, tables);
-  // The zeros of B are those of every filter.
+  // The zeros of B are the same for every filter.
   for (int32_t i = threadIdx.x * 16; i < Tag::kBlocks * bytes_of_block; i += kThreads * 16) {
     StoreChunk(filter + i, {0, 0, 0, 0});
   }
@@ -335,10 +337,10 @@ __global__ void __launch_bounds__(kThreads, Tag::kCtasPerSm)
       const TilePlace tile(params, item, Tag::kChannels);
       const int32_t wanted =
           params.images_divmod.Div(tile.image) * params.channels + tile.first_channel;
-      // While the box is on its way.
+      // While the box is being copied.
       if (wanted != held) {
         if constexpr (sizeof(T) == 4) {
-          // As of 16 bits, a lane has neighbouring channels of the result.
+          // As for 16 bits, a lane has neighbouring channels of the result.
           CopyFilterElements<typename Tag::Filter>(params, tile, filter, [](int c) {
             return c / 2 % Tag::kBlocksN * 8 + c / (2 * Tag::kBlocksN) * 2 + c % 2;
           });
@@ -364,7 +366,8 @@ __global__ void __launch_bounds__(kThreads, Tag::kCtasPerSm)
       CopyAsyncCommit();
       CopyAsyncWait<1>();
       __syncthreads();
-      // Read again for each box, so as not to take registers while the next one's copies begin.
+      // Read again for each box, so that they do not occupy registers while the copies of the next
+      // box start.
       int32_t base[Tag::kBlocksM];
 #pragma unroll
       for (int m = 0; m < Tag::kBlocksM; ++m) {
@@ -372,11 +375,11 @@ __global__ void __launch_bounds__(kThreads, Tag::kCtasPerSm)
       }
       AddTaps<Tag>(params, blocks, stages + stage * params.stage_bytes,
                    filter_at + depth_tap * bytes_of_depth, base, sums);
-      // The next pass fills this stage. Of the last one: and B.
+      // The next pass fills this stage, and after the last pass B.
       __syncthreads();
       stage ^= 1;
     }
-    // Not kept from above.
+    // Computed again to save registers.
     const TilePlace tile(params, ComputedHere(item), Tag::kChannels);
     const int32_t channel =
         tile.first_channel + block * Tag::kBlock + lane % 4 * (2 * Tag::kBlocksN);

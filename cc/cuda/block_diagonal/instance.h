@@ -1,4 +1,4 @@
-// Lines of kernels.def and what their plans share. Plain C++.
+// Lines of kernels.def, and functions shared by their plans. Plain C++.
 #ifndef JAXCONV_CUDA_BLOCK_DIAGONAL_INSTANCE_H_
 #define JAXCONV_CUDA_BLOCK_DIAGONAL_INSTANCE_H_
 
@@ -17,8 +17,8 @@ struct Instance {
   int64_t block, blocks_m;  // blocks_m: of gather.cuh
   int64_t rows, columns;    // taps of a CTA of wgrad.cuh
   int64_t ctas_per_sm;
-  bool three_tf32 = false;  // of float32, three products for one
-  // Of runs_sm90.cuh, phases_sm90.cuh, rows_sm90.cuh (1 row) and wgrad_runs_sm90.cuh.
+  bool three_tf32 = false;  // float32 as three TF32 products
+  // For runs_sm90.cuh, phases_sm90.cuh, rows_sm90.cuh (1 row) and wgrad_runs_sm90.cuh.
   int64_t run_rows = 0, stride = 1;
   bool phases = false;
   int64_t stages = 0;  // of rows_sm90.cuh, else 0
@@ -27,18 +27,18 @@ struct Instance {
   constexpr int max_cc() const { return runs() ? 90 : 1000; }
   bool strided() const { return stride == 2 && !phases; }
   bool wgrad() const { return rows > 0; }
-  // Taps of wgrad in parts: of one row.
+  // wgrad in parts: a CTA has taps of one filter row.
   bool parts() const { return rows == 1; }
   int64_t channels() const { return TileChannels(static_cast<int>(element_bytes)); }
-  // Channels that a product reduces.
+  // Channels in the reduction of a product.
   int64_t step_channels() const { return 32 / element_bytes; }
   int64_t strips() const { return kWarps / (channels() / (wgrad() ? 16 : block)); }
 };
 
-// Refuses what no kernel of the family takes.
+// Refuses problems that no kernel of the family accepts.
 Status Check(const KernelDesc& kernel, const Instance& instance, const ConvProblem& problem);
 
-// Fills what the problem alone decides.
+// Sets the parameters that depend only on the problem.
 void DescribeOperands(const ConvProblem& problem, Params* params);
 
 }  // namespace jaxconv::block_diagonal

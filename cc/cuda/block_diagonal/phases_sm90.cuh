@@ -1,25 +1,25 @@
-// block_diagonal, dgrad of 3x3 filters with stride 2 (sm_90a): by the phases of dx's rows and
-// columns, from pixels of dy that are read from shared memory once for the filter rows, as
-// runs_sm90.cuh does.
+// block_diagonal, dgrad of 3x3 filters with stride 2 (sm_90a), by the phases of dx's rows and
+// columns. As in runs_sm90.cuh, a pixel of dy is read from shared memory once for all filter rows.
 //
-// Rows 2m and 2m + 1 of dx meet dy's rows i = m - pad / 2 and i + 1 under three taps together, two
-// of which belong to one of them; `pad` is that of the gathered tensor:
+// Rows 2m and 2m + 1 of dx together need rows i = m - pad / 2 and i + 1 of dy under three taps, two
+// of which belong to one of them; `pad` is the padding of the gathered tensor:
 //
-//     pad odd:   dx[2m]     = dy[i] F1                   pad even:  dx[2m]     = dy[i] F0 + dy[i + 1] F2
-//                dx[2m + 1] = dy[i] F0 + dy[i + 1] F2               dx[2m + 1] = dy[i + 1] F1
+//     pad odd:   dx[2m]     = dy[i] F1
+//                dx[2m + 1] = dy[i] F0 + dy[i + 1] F2
+//     pad even:  dx[2m]     = dy[i] F0 + dy[i + 1] F2
+//                dx[2m + 1] = dy[i + 1] F1
 //
-// and the same of columns. Nothing is multiplied by the zeros that stride 2 puts between dy's
-// pixels.
+// and likewise for columns. There are no products with the zeros between dy's pixels.
 //
-// A run is one column of kRows rows m: of an ldmatrix of dy's row y, the three taps of a filter
-// column add to the rows 2y, 2y + 1 and one of row y - 1. A warp has 16 channels and 16 runs; first
-// the columns of dx with the filter columns 0 and 2, then those with filter column 1, 16 kRows sums
-// a lane.
+// A run is one column of kRows rows m. From one ldmatrix of row y of dy, the three taps of a filter
+// column add to the rows 2y and 2y + 1 and to one of the rows of y - 1. A warp has 16 channels and
+// 16 runs: first the columns of dx with filter columns 0 and 2, then those with filter column 1; 16
+// kRows sums in each lane.
 //
 //     stage 0: box | stage 1: box | tile of dx | filter (runs_sm90.cuh) | barriers
 //
-// A tile's boxes, results and filter move as in runs_sm90.cuh, its results through memory of their
-// own.
+// Boxes, results and the filter are copied as in runs_sm90.cuh, but the results have separate
+// memory.
 //
 // Refused, with a reason (runs_plan.cc): other filters and strides, and what runs_sm90.cuh refuses.
 #ifndef JAXCONV_CUDA_BLOCK_DIAGONAL_PHASES_SM90_CUH_
@@ -48,8 +48,7 @@
 
 namespace jaxconv::block_diagonal {
 
-// kBlock: channels of a block. kRows: rows of dy of a run. kThreeTf32: of float32, three products for
-// one.
+// kBlock: channels of a block. kRows: rows of dy in a run. kThreeTf32: float32 as three products.
 template <Op kOp_, DType kType_, int kBlock_, int kRows_, int kCtasPerSm_, bool kThreeTf32_ = false>
 struct Phases : Runs<kOp_, kType_, kBlock_, kRows_, kCtasPerSm_, /*kStride=*/2, kThreeTf32_> {
   static_assert(kOp_ == Op::kDgrad);
@@ -58,8 +57,8 @@ struct Phases : Runs<kOp_, kType_, kBlock_, kRows_, kCtasPerSm_, /*kStride=*/2, 
   static Status Launch(const Plan& plan, const Operands& operands, void* stream);
 };
 
-// Whether filter row r belongs to the phase of the odd rows of dx; and which row of dy it meets for
-// a row of a phase: that of the same index or the next.
+// Whether filter row r belongs to the phase of the odd rows of dx; and the row of dy that it
+// multiplies for a row of a phase: the one with the same index or the next.
 template <bool kOddPad>
 __device__ constexpr int PhaseOf(int r) {
   return (r == 1) != kOddPad;
@@ -69,8 +68,7 @@ __device__ constexpr int RowOf(int r) {
   return r == 2 || (r == 1 && !kOddPad);
 }
 
-// Adds the taps of one filter column to both phases of the rows. box, filter: as AddColumn takes
-// them.
+// Adds the taps of one filter column to both phases of the rows. box, filter: as in AddColumn.
 template <class Tag, bool kOddPad>
 __device__ __forceinline__ void AddPhases(uint32_t box, int32_t row_bytes, uint32_t filter,
                                           float (&sums)[2][Tag::kRows][Tag::kBlocksN][4]) {
@@ -107,8 +105,8 @@ __device__ __forceinline__ void AddPhases(uint32_t box, int32_t row_bytes, uint3
   }
 }
 
-// AddPhases of three TF32 products, of one step of gathered channels: a run of the reduction is the
-// filter rows of a phase. Returns a bit for each row of a phase whose run has a sum that is not
+// AddPhases with three TF32 products, for one step of gathered channels. A run of the reduction is
+// the filter rows of a phase. Returns a bit for each row of a phase whose run has a sum that is not
 // finite.
 template <class Tag, bool kOddPad>
 __device__ __forceinline__ uint32_t AddPhasesSplit(uint32_t box, int32_t row_bytes, uint32_t filter,
@@ -153,8 +151,8 @@ __device__ __forceinline__ uint32_t AddPhasesSplit(uint32_t box, int32_t row_byt
   return left;
 }
 
-// Computes the rows of `left` again, with operands of any value, under column taps first_s, first_s
-// + 2, ... under(s): as `box` of AddPhases. filter: the lane's words of the tap (0, 0).
+// Computes the rows in `left` again, with operands of any value, for column taps first_s, first_s +
+// 2, ... under(s): `box` of AddPhases for tap s. filter: the lane's words of tap (0, 0).
 template <class Tag, class Under>
 __device__ __forceinline__ void AddPhasesWithCare(uint32_t left, const Under& under, int first_s,
                                                   bool odd_pad, int32_t row_bytes, uint32_t filter,
@@ -209,7 +207,7 @@ __global__ void __launch_bounds__(kThreads, Tag::kCtasPerSm)
   LoadFirstBoxes(barriers, range, load);
   HeldFilter<Tag> held(params, filter, range.item);
 
-  // The lane's run; those that do not exist read another's pixels, and are stored behind the tile.
+  // The lane's run. Missing runs read the pixels of another run, and are stored after the tile.
   const int32_t groups = static_cast<int32_t>(params.run_groups.divisor);
   const int32_t run = strip * 16 + lane % 16, runs = params.tile_images * groups * columns.tile;
   int32_t piece, column, image, group;
@@ -270,7 +268,7 @@ __global__ void __launch_bounds__(kThreads, Tag::kCtasPerSm)
         }
       }
       if (single == 0) {
-        // The last tile's results have left.
+        // The results of the last tile have been read by their store.
         if (warp == 0 && ElectOne()) WaitForStoresToRead();
         __syncthreads();
       }

@@ -67,28 +67,28 @@ namespace {
 
 constexpr int64_t kChunks = kTileBytes / 16;  // of a pixel
 
-// Shares of the rates of the DRAM, of the issue slots and of shared memory, of gather.cuh and of wgrad.cuh,
-// and of mma.sync: with them the plan gives the times of an H200.
+// Shares of the rates of DRAM, issue slots and shared memory, for gather.cuh and wgrad.cuh, and of
+// mma.sync. They are fitted to times of an H200.
 struct Shares {
   double dram, issue, shared;
 };
 constexpr Shares kGatherShares = {0.6, 0.29, 0.48}, kWgradShares = {0.72, 0.36, 0.6};
 constexpr double kMmaShare = 0.8;
-// Bytes that L2 serves in the time of a byte of DRAM: 5.5 and 4.3 TB/s on an H200.
+// Rate of L2 relative to DRAM: 5.5 and 4.3 TB/s on an H200.
 constexpr double kL2Rate = 1.28;
-// Instructions of a warp, counted in the SASS for sm_90: a chunk of 16 bytes of a box or tile for each
-// lane; an item's places and barriers; a store of gather's; what 16 positions of wgrad cost before their
-// products.
+// Instructions of a warp, counted in the SASS for sm_90: one 16-byte chunk of a box or tile for
+// each lane; the positions and barriers of an item; a store of gather.cuh; the work of wgrad for 16
+// positions before their products.
 constexpr double kCopyInstructions = 15, kItemInstructions = 200, kStoreInstructions = 14;
 constexpr double kPlaceInstructions = 14;
-// Of float32: to round a fragment of A to TF32, or to split it (common/split_tf32.cuh); to add the
-// four sums of a run to those of float32 where they are finite.
+// float32: rounding a fragment of A to TF32; splitting it (common/split_tf32.cuh); adding the four
+// sums of a run to the float32 sums if they are finite.
 constexpr double kRoundInstructions = 4, kSplitInstructions = 12, kPromoteInstructions = 10;
-// Cycles in which a CTA waits at an item's barriers and for the first operands behind them. One CTA
-// alone on an SM waits for each operand longer, too: two warps a scheduler.
+// Cycles that a CTA waits at the barriers of an item and for the first operands after them. A
+// single CTA on an SM (two warps on each scheduler) also waits longer for each operand.
 constexpr double kItemCycles = 800, kAlone = 1.3;
 
-// As CutIntoSlices has it.
+// As in CutIntoSlices.
 constexpr int64_t kMinItemsOfSlice = 4;
 
 int64_t Taps(const Params& params) {
@@ -96,7 +96,7 @@ int64_t Taps(const Params& params) {
 }
 
 int64_t StagePixels(const Instance& instance, const Params& params) {
-  // wgrad reads dy by 16 positions.
+  // wgrad reads dy in units of 16 positions.
   return params.box_pixels + (instance.wgrad() ? CeilDiv(params.tile_pixels, 16) * 16 : 0);
 }
 
@@ -119,19 +119,19 @@ Shares SharesOf(const Instance& instance) {
   return instance.wgrad() ? kWgradShares : kGatherShares;
 }
 
-// What a warp does for a tile, of one depth tap (wgrad: of a part).
+// The work of a warp for a tile and one depth tap (wgrad: one part).
 struct WarpWork {
   double instructions, products;  // of m16n8k16
 };
 WarpWork WorkOfWarp(const Instance& instance, const Params& params) {
   const double copies = static_cast<double>(StagePixels(instance, params) * kChunks) / kThreads;
-  // 16 positions each, of the longest strip.
+  // Blocks of 16 positions in the longest strip.
   const auto blocks =
       static_cast<double>(CeilDiv(CeilDiv(params.tile_pixels, 16), instance.strips()));
   const auto columns = static_cast<double>(instance.block / 8);
   const double fixed = kItemInstructions + copies * kCopyInstructions;
-  // Beside the products: what makes A of one, and B of 8 columns, ready; of a run of products the
-  // sums' way to those of float32.
+  // Instructions other than products: preparing A of a product and B of 8 columns; adding the sums
+  // of a run to the float32 sums.
   const bool f32 = instance.element_bytes == 4;
   const double products = instance.three_tf32 ? 3 : 1;
   const double of_a = instance.three_tf32 ? kSplitInstructions : f32 ? kRoundInstructions : 0;
@@ -139,7 +139,7 @@ WarpWork WorkOfWarp(const Instance& instance, const Params& params) {
   if (instance.wgrad()) {
     const auto taps = static_cast<double>(instance.rows *
                                           std::min<int64_t>(instance.columns, params.axis[2].taps));
-    // Of float32 two products have 16 positions, and A is read in two halves.
+    // In float32 two products cover 16 positions, and A is read in two halves.
     const double steps = f32 ? 2 : 1, reads = f32 ? 2 : 1;
     return {fixed + blocks * (steps * (kPlaceInstructions + columns * of_a / 2) +
                               taps * (steps * (1 + reads + of_a + products * columns) +
@@ -159,30 +159,30 @@ WarpWork WorkOfWarp(const Instance& instance, const Params& params) {
       blocks * taps * steps * products * columns};
 }
 
-// Wavefronts of shared memory for a tile, likewise, in cycles of an SM.
+// Wavefronts of shared memory for the same work, in cycles of an SM.
 double Wavefronts(const Instance& instance, const Params& params) {
   const auto copies = static_cast<double>(StagePixels(instance, params));
-  // ldmatrix of a tap: a wavefront for eight positions' chunk, whose pixels lie in different banks where
-  // the stride is odd.
+  // ldmatrix of a tap: one wavefront for a chunk of eight positions, whose pixels lie in different
+  // banks if the stride is odd.
   const int64_t shared = std::gcd(params.axis[2].stride, 8);
   const auto walked = static_cast<double>(CeilDiv(params.tile_pixels, 8) * kChunks);
   const double box = walked * static_cast<double>(shared);
   if (instance.wgrad()) {
     const auto taps = static_cast<double>(instance.rows *
                                           std::min<int64_t>(instance.columns, params.axis[2].taps));
-    // Each 16 channels c read all k of their block.
+    // Each 16 channels c need all channels k of their block.
     return copies + taps * box + walked * static_cast<double>(instance.block) / 16;
   }
   const double taps = static_cast<double>(params.axis[1].taps) * params.axis[2].taps;
   const auto warps =
       static_cast<double>(instance.channels() / instance.block *
                           std::min(instance.strips(), CeilDiv(params.tile_pixels, 16)));
-  // A warp's B of a tap: block^2 elements.
+  // B of a warp and tap: block^2 elements.
   const auto bytes = static_cast<double>(instance.block * instance.block * instance.element_bytes);
   return copies + taps * (box + warps * bytes / 128);
 }
 
-// Microseconds in which the SMs compute one tile, of one depth tap, with so many CTAs on each.
+// Microseconds of the SMs for one tile and one depth tap, with `ctas_of_sm` CTAs on each SM.
 double MicrosecondsOfTile(const Instance& instance, const Params& params, int64_t ctas_of_sm,
                           const Gpu& gpu) {
   const Shares shares = SharesOf(instance);
@@ -199,7 +199,7 @@ double MicrosecondsOfTile(const Instance& instance, const Params& params, int64_
   return std::max(load, cycles / (gpu.sm_count * gpu.cycles_per_us()));
 }
 
-// Microseconds in which a CTA of gather reads a filter, between waits for some taps at a time.
+// Microseconds of a CTA of gather.cuh for reading a filter, with a wait for every few taps.
 double MicrosecondsOfFilter(const Params& params, const Gpu& gpu) {
   constexpr int64_t kTapsOfWait = 3;
   constexpr double kCyclesOfWait = 1000;
@@ -209,10 +209,11 @@ double MicrosecondsOfFilter(const Params& params, const Gpu& gpu) {
   return static_cast<double>(waits) * kCyclesOfWait / gpu.cycles_per_us();
 }
 
-// Whether no smaller extent cuts `out` into as few tiles.
+// Whether no smaller tile divides `out` into equally few tiles.
 bool Even(int64_t tile, int64_t out) { return CeilDiv(out, CeilDiv(out, tile)) == tile; }
 
-// The tile of the least time. images: of a filter. items: of all channels, images and depths that each tile stands for.
+// Chooses the tile with the smallest time. images: of one filter. items: the number of channel
+// tiles, images and depths for each tile.
 Status ShapeTile(const Instance& instance, const Gpu& gpu, int64_t images, int64_t items,
                  int64_t parts, Params* params) {
   const int64_t most = instance.wgrad() ? kPositions : instance.strips() * instance.blocks_m * 16;
@@ -232,7 +233,7 @@ Status ShapeTile(const Instance& instance, const Gpu& gpu, int64_t images, int64
       shape.box_row_bytes = static_cast<int32_t>(box_columns * kPixelBytes + behind * 16);
       const int64_t positions = tile_rows * tile_columns;
       const int64_t tiles = shape.axis[1].tiles.divisor * int64_t{shape.axis[2].tiles.divisor};
-      // Several images take a tile of whole maps, and a box without zeros between its rows.
+      // Several images need a tile of whole maps, and a box without zeros between its rows.
       const bool several = tiles == 1 && shape.axis[1].in_dilation.divisor == 1 &&
                            shape.axis[2].in_dilation.divisor == 1;
       for (int64_t of_tile = 1; of_tile == 1 || (several && of_tile * positions <= most);
@@ -245,7 +246,7 @@ Status ShapeTile(const Instance& instance, const Gpu& gpu, int64_t images, int64
         fewest_bytes = std::min(fewest_bytes, bytes);
         const int64_t ctas = CtasOfSm(instance.ctas_per_sm, bytes, gpu);
         if (ctas == 0) break;
-        // The SMs with the most tiles end last; short slices leave SMs without any.
+        // The SMs with the most tiles end last; with short slices some SMs have none.
         const int64_t resident = gpu.sm_count * ctas, all = items / of_tile * tiles;
         const int64_t slices = std::max<int64_t>(1, all / parts / kMinItemsOfSlice);
         const int64_t busy = instance.wgrad() ? std::min(resident, parts * slices) : resident;
@@ -278,7 +279,7 @@ Status MakePlan(const KernelDesc& kernel, const ConvProblem& problem, const Gpu&
   DescribeOperands(problem, &params);
   const int64_t row_parts =
       instance.parts() ? params.axis[1].taps * CeilDiv(params.axis[2].taps, instance.columns) : 1;
-  // What CTAs of wgrad divide beside the positions.
+  // What CTAs of wgrad divide besides the positions.
   const int64_t parts = CeilDiv(params.channels, instance.channels()) * params.axis[0].taps *
                         row_parts * problem.batch;
   const int64_t images = problem.n * params.axis[0].out;
@@ -295,13 +296,13 @@ Status MakePlan(const KernelDesc& kernel, const ConvProblem& problem, const Gpu&
   int64_t tiles;
   double beside = 0;
   if (instance.wgrad()) {
-    // No more CTAs than run at once: a second wave would take as long as the first.
+    // At most as many CTAs as run at once: a second wave would take as long as the first.
     const int64_t at_once = std::max(parts, resident / parts * parts);
     JAXCONV_RETURN_IF_ERROR(
         CutIntoSlices(problem, parts, at_once, slices, &params, &launch->ctas, plan));
     launch->out_elements = problem.w_elements();
     tiles = CeilDiv(params.items, plan->slices) * CeilDiv(launch->ctas, resident) * resident;
-    // The slices' sums, stored and read.
+    // The sums of slices are stored and read.
     beside = gpu.launch_us + 2 * static_cast<double>(plan->workspace_bytes) / l2_bytes_per_us;
   } else {
     JAXCONV_RETURN_IF_ERROR(RequireOneSlice(slices));

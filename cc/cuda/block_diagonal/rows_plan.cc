@@ -14,10 +14,10 @@ namespace {
 
 constexpr int64_t kHalo = 2;
 
-// Shares of the rates of the DRAM and of wgmma: with them the plan gives the times of an H200.
+// Shares of the rates of DRAM and wgmma, fitted to times of an H200.
 constexpr double kDramShare = 0.77, kWgmmaShare = 0.85;
-// Cycles of a warpgroup for a row beside its products; and from the start to the first product and
-// from the last one to the end, for each 16 channels of a block.
+// Cycles of a warpgroup for a row in addition to its products; and from the start to the first
+// product plus from the last product to the end, for each 16 channels of a block.
 constexpr double kRowCycles = 500, kStartCycles = 2500;
 
 int64_t SharedBytes(const Instance& instance) {
@@ -25,8 +25,8 @@ int64_t SharedBytes(const Instance& instance) {
   return kRowPairs * (instance.stages * (kRowStageBytes + 2 * 8) + 2 * kRowStagingBytes) + filter;
 }
 
-// Cycles of the tensor cores for a row of 64 pixels and all channels of a tile: A of an instruction
-// costs 16, its B a fourth of its columns, its products half of them.
+// Cycles of the tensor cores for a row of 64 pixels and all channels of a tile. An instruction with
+// N columns takes max(N / 2, 16 + N / 4): its products, or reading A and B.
 double CyclesOfRow(const Instance& instance) {
   const int64_t owned = kRowBytes / instance.element_bytes;
   const auto filter_columns = std::min(instance.block, owned);
@@ -36,14 +36,14 @@ double CyclesOfRow(const Instance& instance) {
   return products * std::max(columns / 2, 16 + columns / 4);
 }
 
-// The columns and images of a tile, its rows of least time. Two pairs of warpgroups share its
-// images or its rows.
+// Chooses the columns and images of a tile, and the number of rows with the smallest time. Two
+// pairs of warpgroups divide its images or its rows.
 void ShapeRows(const Instance& instance, const ConvProblem& problem, int64_t resident,
                Params* params) {
   Axis &rows = params->axis[1], &columns = params->axis[2];
   const int64_t column_tiles = CeilDiv(columns.out, kRowPixels);
   const int64_t tile_columns = CeilDiv(columns.out, column_tiles);
-  // The first pixel of a row is the padding behind the row in front of it, too.
+  // The first pixel of a row is also the padding after the previous row.
   const bool shares =
       column_tiles == 1 && columns.pad >= 1 && columns.out + 1 - columns.pad >= columns.in;
   const int64_t box_columns = tile_columns + (shares ? 1 : kHalo);
@@ -54,7 +54,7 @@ void ShapeRows(const Instance& instance, const ConvProblem& problem, int64_t res
   columns.tiles = FastDivmod(column_tiles);
   params->pair_images = static_cast<int32_t>(images);
   params->box_pixels = static_cast<int32_t>(images * box_columns);
-  // Of several images the pixels between them are stored outside of the output.
+  // With several images, the pixels between them lie outside the output.
   params->walked_columns = static_cast<int32_t>(images > 1 ? box_columns : tile_columns);
   double least = HUGE_VAL;
   for (int64_t of_images = 1; of_images <= kRowPairs; ++of_images) {

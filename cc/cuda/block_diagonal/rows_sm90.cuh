@@ -1,11 +1,10 @@
 // block_diagonal, fprop and dgrad of 3x3 filters (sm_90a): wgmma whose columns are the three filter
 // rows.
 //
-// A of a product is a row of 64 pixels of the gathered tensor, under one of three column taps, and
-// 16 of its channels. It meets the filter rows r = 0, 1, 2 at once, side by side as columns of B,
-// and so adds to the output rows y, y - 1, y - 2, the three rows of sums that a warpgroup has in
-// registers. An output row o has the place o % 3 for as long as it is summed, so B's filter rows
-// take turns from one row to the next:
+// A of a product is a row y of 64 pixels of the gathered tensor under one of three column taps,
+// with 16 channels. B has the filter rows r = 0, 1, 2 side by side as columns. The product
+// therefore adds to the output rows y, y - 1 and y - 2, whose sums a warpgroup has in registers.
+// Output row o stays at place o % 3, so the filter rows in B rotate from one row to the next:
 //
 //     sums      place 0   place 1   place 2        filter rows in shared memory, a column tap:
 //     row 3 i   F[0]      F[2]      F[1]
@@ -13,36 +12,36 @@
 //       3 i + 2 F[2]      F[1]      F[0]   row 3 i + 2:  [------------]
 //                                          row 3 i:                [------------]
 //
-// After row y the output row y - 2 is complete: rounded, staged and stored by TMA, its sums begun
-// anew.
+// After row y output row y - 2 is complete: it is rounded, staged and stored by TMA, and its sums
+// restart from zero.
 //
-// A block of 32 channels is m64n96k16: 48 cycles, for which 5 KB of shared memory are read in 40.
-// With a filter row alone, m64n32k16, they would be 24 cycles a row instead of 16.
+// A block of 32 channels is m64n96k16: 48 cycles, during which 5 KB of shared memory are read in
+// 40. With a single filter row, m64n32k16, a filter row would take 24 cycles instead of 16.
 //
-// Tile: 64 pixels, the columns of one or of several images one behind the other; some rows; 64
-// channels, 32 for each of two consumer warpgroups. Two such pairs of warpgroups share a filter:
-// the second has as many other images, or the second half of the rows. Where a tile has whole rows,
-// one column of padding serves the end of an image's row and the beginning of the next image's.
+// Tile: 64 pixels, which are the columns of one or more consecutive images; some rows; 64 channels,
+// 32 for each of two consumer warpgroups. Two such pairs of warpgroups share a filter: the second
+// pair has other images, or the second half of the rows. If a tile has whole rows, one column of
+// padding serves both the end of an image's row and the start of the next image's.
 //
 //     pair 0: kStages rows of 72 pixels, the last ones zeros | pair 1 | filter | results | barriers
 //
-// float32: a tile has 32 channels, a warpgroup 16 of the result, and a block of 32 is a part of 16
-// columns for each warpgroup, m64n48k8. TMA rounds pixels to TF32.
+// float32: a tile has 32 channels and a warpgroup 16 of the result. A block of 32 is divided into
+// 16 columns for each warpgroup, m64n48k8. TMA rounds pixels to TF32.
 //
-// A warp for each pair asks for rows, by TMA, which fills in the zeros of the padding; a box is one
-// row of the pair's images, so the map has the images in front of the rows. A column tap is a pixel
-// further on in the same row: a descriptor may start at any pixel, because the swizzle is a
-// function of the address. Pixels between two images' outputs are multiplied too, and fall outside
-// of the output, where TMA stores nothing.
+// One warp for each pair loads rows by TMA, which inserts the zeros of the padding. A box is one
+// row of the pair's images, so images precede rows in the dimensions of the tensor map. The next
+// column tap starts one pixel later in the same row: a descriptor may start at any pixel, because
+// the swizzle is a function of the address. Pixels between the outputs of two images are multiplied
+// too, but lie outside the output, where TMA stores nothing.
 //
-// The filter lies as in memory, a tap's rows of a block's channels with the swizzle of as many
-// bytes, zeros between groups: MN-major in fprop, K-major in dgrad. Of float32, K-major as TF32 has
-// to be, it is copied element by element.
+// The filter has the order of global memory, with zeros between groups: for each tap rows of a
+// block's channels, swizzled by the bytes of a row; MN-major in fprop, K-major in dgrad. In float32
+// it must be K-major (TF32), so it is copied element by element.
 //
-// Full(s), Empty(s): a pair's stages, as in common/ring_sm90.cuh. Named barriers 1 to 4: of a
-// warpgroup; 5 and 6: of the two that have the same channels.
+// Full(s), Empty(s): the stages of a pair, as in common/ring_sm90.cuh. Named barriers 1 to 4: for
+// one warpgroup each; 5 and 6: for two warpgroups with the same channels.
 //
-// Refused, with a reason: as by runs_sm90.cuh, and strides.
+// Refused, with a reason: as in runs_sm90.cuh, and strides.
 #ifndef JAXCONV_CUDA_BLOCK_DIAGONAL_ROWS_SM90_CUH_
 #define JAXCONV_CUDA_BLOCK_DIAGONAL_ROWS_SM90_CUH_
 
@@ -70,7 +69,7 @@
 
 namespace jaxconv::block_diagonal {
 
-// kBlock: channels of a block. kStages: rows of pixels in shared memory, of each pair of
+// kBlock: channels of a block. kStages: rows of pixels in shared memory for each pair of
 // warpgroups.
 template <Op kOp_, DType kType_, int kBlock_, int kStages_>
 struct Rows {
@@ -82,10 +81,11 @@ struct Rows {
   static constexpr int kBlock = kBlock_, kStages = kStages_;
   static constexpr int kFilterSlots = 0, kStationary = 0;  // common/ring_sm90.cuh
   static constexpr bool kElements = sizeof(T) == 4;
-  // Channels of a warpgroup, columns of a filter row, and blocks or parts of one of a warpgroup.
+  // Channels of a warpgroup, columns of a filter row, and blocks (or parts of a block) of a
+  // warpgroup.
   static constexpr int kOwned = kRowBytes / int{sizeof(T)};
   static constexpr int kColumns = kBlock < kOwned ? kBlock : kOwned, kParts = kOwned / kColumns;
-  // Bytes of a row of a block, of its filter under one tap, of all that of a warpgroup.
+  // Bytes of a row of a block, of its filter for one tap, and of the whole filter of a warpgroup.
   static constexpr int kLineBytes = kBlock * int{sizeof(T)}, kTapBytes = kColumns * kLineBytes;
   static constexpr int kFilterBytes = kParts * 3 * kRowTaps * kTapBytes;
   static constexpr int kFilterAt = kRowPairs * kStages * kRowStageBytes;
@@ -96,7 +96,7 @@ struct Rows {
   static Status Launch(const Plan& plan, const Operands& operands, void* stream);
 };
 
-// A pair's part of a tile, which may have no rows: its first image and row, its rows.
+// A pair's part of a tile: its first image and row, and the number of rows, which may be 0.
 struct PairPlace {
   int32_t image, row, rows;
   __device__ __forceinline__ PairPlace(const Params& params, const TilePlace& tile, int pair)
@@ -111,7 +111,7 @@ struct PairPlace {
   }
 };
 
-// The producer, one thread.
+// The producer: one thread.
 template <class Tag>
 __device__ __forceinline__ void ProduceRows(const Params& params, const CUtensorMap* map,
                                             uint32_t ring, int pair,
@@ -132,8 +132,8 @@ __device__ __forceinline__ void ProduceRows(const Params& params, const CUtensor
   }
 }
 
-// Begins to copy the groups' elements of a warpgroup's channels, up to 8 channels of a group at a
-// time, in the first places of the filter rows.
+// Starts copying the elements of the groups of a warpgroup's channels, up to 8 channels of a group
+// at a time, to the first copies of the filter rows.
 template <class Tag, int kBytes>
 __device__ __forceinline__ void CopyRowGroups(const Params& params, const typename Tag::T* filter,
                                               int32_t first_channel, int thread, uint32_t to) {
@@ -150,7 +150,7 @@ __device__ __forceinline__ void CopyRowGroups(const Params& params, const typena
     const int32_t r = tap / 3, s = tap - r * 3;
     const int32_t source = Tag::kOp == Op::kDgrad ? i + (8 - 2 * tap) * group : i;
     const auto* from = filter + int64_t{source} * params.channels;
-    // The chunks of a row of kLineBytes are swizzled by the address's bits from 7 on.
+    // The chunks of a row of kLineBytes are swizzled by the address bits from 7 on.
     const int32_t line = row * Tag::kLineBytes;
     const int32_t chunk = in_block / 8 ^ (line >> 7 & (Tag::kLineBytes / 16 - 1));
     const uint32_t at = to + (s * kRowTaps + 2 - r) * Tag::kTapBytes + line + chunk * 16;
@@ -158,8 +158,8 @@ __device__ __forceinline__ void CopyRowGroups(const Params& params, const typena
   }
 }
 
-// The same of float32, element by element: B is K-major, rows of gathered channels. Columns 2 t and 2 t
-// + 1 of eight are channels t and t + 4, as StoreMatrices stores them.
+// The same for float32, element by element. B is K-major, rows of gathered channels. Columns 2 t
+// and 2 t + 1 of eight are channels t and t + 4, to match StoreMatrices.
 template <class Tag>
 __device__ __forceinline__ void CopyRowElements(const Params& params, const float* filter,
                                                 int32_t first_channel, int thread, uint32_t to) {
@@ -186,7 +186,8 @@ __device__ __forceinline__ void CopyRowElements(const Params& params, const floa
   }
 }
 
-// The filter of a warpgroup's channels, which several tiles and the pairs' warpgroups of these channels share.
+// The filter of a warpgroup's channels. Several tiles, and the warpgroups of both pairs with these
+// channels, share it.
 template <class Tag>
 struct HeldRowFilter {
   static constexpr int kThreads = kRowPairs * 128;
@@ -200,7 +201,7 @@ struct HeldRowFilter {
         shared(shared),
         half(warpgroup % 2),
         thread(warpgroup / 2 * 128 + static_cast<int>(threadIdx.x) % 128) {
-    // The zeros between groups are those of every filter.
+    // The zeros between groups are the same for every filter.
     if (params.group == Tag::kBlock) return;
     for (int32_t i = thread * 16; i < Tag::kFilterBytes; i += kThreads * 16) {
       StoreChunk(shared + i, {0, 0, 0, 0});
@@ -210,11 +211,11 @@ struct HeldRowFilter {
   __device__ __forceinline__ void Meet() const {
     NamedBarrierSync(1 + 2 * kRowPairs + half, kThreads);
   }
-  // Waits for a tile's where it is another.
+  // Loads the filter of a tile if it is a different one, and waits for it.
   __device__ __forceinline__ void Exchange(const TilePlace& tile) {
     const int32_t wanted = FilterOf(params, tile);
     if (wanted == held) return;
-    // None reads the one before.
+    // The previous filter has been read.
     if (held >= 0) Meet();
     held = wanted;
     const auto* filter = static_cast<const typename Tag::T*>(params.filter) +
@@ -232,7 +233,7 @@ struct HeldRowFilter {
     CopyAsyncCommit();
     CopyAsyncWait<0>();
     Meet();
-    // The second places of filter rows 2 and 1; float32 is rounded to TF32.
+    // The second copies of filter rows 2 and 1; float32 is rounded to TF32.
     constexpr int kPairBytes = 2 * Tag::kTapBytes;
     constexpr int kBytes = Tag::kElements ? 3 * Tag::kTapBytes : kPairBytes;
     for (int32_t i = thread * 16; i < Tag::kParts * 3 * kBytes; i += kThreads * 16) {
@@ -249,20 +250,20 @@ struct HeldRowFilter {
   }
 };
 
-// The sums of 64 pixels and a warpgroup's channels, of three output rows: of each block the three
-// places.
+// The sums of 64 pixels and a warpgroup's channels for three output rows: three places for each
+// block.
 template <class Tag>
 using RowSums = float[Tag::kParts][Tag::kColumns * 3 / 2];
 
-// Adds a row of pixels, the kPhase-th of three. a, b: low words of descriptors of the row's first
-// pixel and of the filter.
+// Adds a row of pixels with index kPhase modulo three. a, b: low words of the descriptors of the
+// row's first pixel and of the filter.
 template <class Tag, int kPhase>
 __device__ __forceinline__ void AddRow(uint32_t a, uint32_t b, RowSums<Tag>& sums) {
   constexpr bool kMnMajor = Tag::kOp == Op::kFprop && !Tag::kElements;
   constexpr int kStepBytes = kMnMajor ? 16 * Tag::kLineBytes : 32;
   constexpr uint32_t kHighA = KMajorDescriptorHigh();
   constexpr uint32_t kHighB = KMajorDescriptorHigh<Tag::kLineBytes>();
-  // What was written to the sums is written in front of the fence.
+  // Writes to the sums must precede the fence.
 #pragma unroll
   for (int part = 0; part < Tag::kParts; ++part) {
 #pragma unroll
@@ -286,7 +287,8 @@ __device__ __forceinline__ void AddRow(uint32_t a, uint32_t b, RowSums<Tag>& sum
   WgmmaCommit();
 }
 
-// A place's sums -> a row of results, 64 bytes a pixel; to: the lane's pixel and chunk.
+// Stores the sums of one place as a row of results, 64 bytes for each pixel. to: the lane's pixel
+// and chunk.
 template <class Tag, int kPlace>
 __device__ __forceinline__ void StageRow(const RowSums<Tag>& sums, uint32_t to) {
 #pragma unroll
@@ -294,7 +296,7 @@ __device__ __forceinline__ void StageRow(const RowSums<Tag>& sums, uint32_t to) 
     uint32_t word[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      // Of float32 a chunk has a half of 8 columns.
+      // In float32 a chunk has half of 8 columns.
       const int column = Tag::kElements ? q * 8 : q * 16 + i / 2 * 8;
       const int at = (kPlace * Tag::kColumns + column % Tag::kColumns) / 2 + i % 2 * 2;
       const auto& of = sums[column / Tag::kColumns];
@@ -344,7 +346,7 @@ __device__ __forceinline__ void ConsumeRows(const Params& params, const CUtensor
         const uint32_t to = results + buffer;
         StageRow<Tag, kPlace>(sums, to + of_lane);
         FenceForCopies();
-        // The row before has left: the next one takes its place.
+        // The previous row has been read by its store; the next row overwrites it.
         if (warp == 0 && ElectOne()) WaitForStoresToRead();
         NamedBarrierSync(1 + warpgroup, 128);
         if (warp == 0 && ElectOne()) {
@@ -362,7 +364,7 @@ __device__ __forceinline__ void ConsumeRows(const Params& params, const CUtensor
         }
       }
     };
-    // A tile ends behind any of the three: the branches out leave the sums where they are.
+    // A tile may end after any of the three; the branches out of the loop do not move the sums.
     for (int32_t y = 0;;) {
       turn(std::integral_constant<int, 0>(), y);
       if (++y == place.rows + 2) break;
@@ -391,7 +393,7 @@ __global__ void __launch_bounds__(kRowThreads, 1)
     if (ElectOne()) barriers.Init(2);
     __syncwarp();
   } else {
-    // Behind a row, the padding that its last image shares with one behind it.
+    // After a row, the padding that its last image would share with a next one.
     const int32_t zeros = kRowStageBytes - params.box_pixels * kRunPixelBytes;
     for (int32_t i = threadIdx.x * 16; i < kRowPairs * Tag::kStages * zeros;
          i += kWarpgroups * 128 * 16) {

@@ -15,8 +15,8 @@
 
 namespace jaxconv::block_diagonal {
 
-// Initialises the barriers of the two stages, waits for the grids in front and, by one thread,
-// begins to load the first two boxes: load(item, stage).
+// Initialises the barriers of the two stages and waits for the previous grids; then one thread
+// starts loading the first two boxes: load(item, stage).
 template <class Load>
 __device__ __forceinline__ void LoadFirstBoxes(uint32_t barriers, const Cursor& range,
                                                const Load& load) {
@@ -26,7 +26,8 @@ __device__ __forceinline__ void LoadFirstBoxes(uint32_t barriers, const Cursor& 
     BarrierInit(barriers + 8, 1);
     BarrierInitFence();
   }
-  // Uniform instructions initialise, once for a warp: for racecheck, all its threads do.
+  // Uniform instructions initialise the barriers once for a warp; racecheck attributes them to all
+  // its threads.
   __syncwarp();
   WaitForPrecedingGrids();
   LetNextGridStart();
@@ -36,8 +37,8 @@ __device__ __forceinline__ void LoadFirstBoxes(uint32_t barriers, const Cursor& 
   }
 }
 
-// Begins to copy the groups' elements of a tile's channels; zeros lie around them. A thread copies
-// up to 8 channels of a group at a time.
+// Starts copying the elements of the groups of a tile's channels, which are surrounded by zeros. A
+// thread copies up to 8 channels of a group at a time.
 template <class Tag, int kBytes>
 __device__ __forceinline__ void CopyGroups(const Params& params, const typename Tag::T* filter,
                                            int32_t first_channel, uint32_t to) {
@@ -60,7 +61,7 @@ template <class Tag>
 __device__ __forceinline__ void CopyFilter(const Params& params, const TilePlace& tile,
                                            uint32_t to) {
   if constexpr (sizeof(typename Tag::T) == 4) {
-    // A lane of StoreMatrices has channels t and t + 4.
+    // In StoreMatrices a lane has channels t and t + 4.
     CopyFilterElements<typename Tag::Filter>(params, tile, to,
                                              [](int c) { return c % 4 * 2 + c / 4; });
     return;
@@ -76,7 +77,7 @@ __device__ __forceinline__ void CopyFilter(const Params& params, const TilePlace
   }
 }
 
-// The zeros between groups are those of every filter.
+// The zeros between groups are the same for every filter.
 template <class Tag>
 __device__ __forceinline__ void ClearFilter(const Params& params, uint32_t filter) {
   if (params.group == Tag::kBlock) return;
@@ -86,7 +87,7 @@ __device__ __forceinline__ void ClearFilter(const Params& params, uint32_t filte
   __syncthreads();
 }
 
-// Which filter and channels a tile has.
+// The index of a tile's filter and channels.
 __device__ __forceinline__ int32_t FilterOf(const Params& params, const TilePlace& tile) {
   return params.images_divmod.Div(tile.image) * params.channels + tile.first_channel;
 }
@@ -98,7 +99,7 @@ struct HeldFilter {
   const uint32_t shared;
   int32_t held;
 
-  // Begins to copy a tile's.
+  // Starts copying the filter of a tile.
   __device__ __forceinline__ HeldFilter(const Params& params, uint32_t shared, int32_t item)
       : params(params), shared(shared) {
     const TilePlace tile(params, item, Tag::kChannels);
@@ -107,7 +108,7 @@ struct HeldFilter {
     CopyFilter<Tag>(params, tile, shared);
     CopyAsyncCommit();
   }
-  // Waits for the copies. By all threads.
+  // Waits for the copies. Called by all threads.
   __device__ __forceinline__ void Wait() {
     CopyAsyncWait<0>();
     __syncthreads();
@@ -116,7 +117,8 @@ struct HeldFilter {
       __syncthreads();
     }
   }
-  // Waits for a tile's where it is another. By all threads, when none reads the one before.
+  // Loads the filter of a tile if it is a different one, and waits for it. Called by all threads,
+  // after all have read the previous one.
   __device__ __forceinline__ void Exchange(int32_t item) {
     const TilePlace tile(params, item, Tag::kChannels);
     const int32_t wanted = FilterOf(params, tile);

@@ -15,8 +15,8 @@
 
 namespace jaxconv::block_diagonal {
 
-// Boxes of the gathered tensor: of every `step`-th of its columns, from column `first` on.
-// `whole_f32`: float32 elements are not rounded to TF32.
+// Boxes of the gathered tensor: every `step`-th column from column `first` on. `whole_f32`: float32
+// elements are not rounded to TF32.
 inline Status EncodeGathered(DType dtype, const Params& params, const void* gathered, int32_t step,
                              int32_t first, CUtensorMap* map, bool whole_f32 = false) {
   const Axis &rows = params.axis[1], &columns = params.axis[2];
@@ -38,7 +38,7 @@ inline Status EncodeGathered(DType dtype, const Params& params, const void* gath
   return EncodeTiledMap(tensor, box, map);
 }
 
-// Tiles of the other tensor of so many rows and columns.
+// Tiles of the other tensor, `rows` by `columns`.
 inline Status EncodeWalked(DType dtype, const Params& params, const void* walked, int32_t rows,
                            int32_t columns, CUtensorMap* map, bool whole_f32 = false) {
   DenseTensor tensor;
@@ -55,8 +55,8 @@ inline Status EncodeWalked(DType dtype, const Params& params, const void* walked
   return EncodeTiledMap(tensor, box, map);
 }
 
-// Single rows of a pair's images, of some columns and channels: the images lie in front of the
-// rows.
+// Single rows of a pair's images, with some columns and channels. Images precede rows in the
+// dimensions of the map.
 inline Status EncodeRows(DType dtype, const Params& params, const void* address, int32_t rows,
                          int32_t columns, int32_t box_channels, int32_t box_columns,
                          CUtensorMap* map, bool whole_f32 = false) {

@@ -14,22 +14,22 @@ namespace {
 constexpr int64_t kTaps = 3;      // of rows and of columns
 constexpr int64_t kMaxBox = 256;  // pixels of a box along an axis
 
-// Shares of the rates of the DRAM, of the issue slots, of shared memory and of mma.sync: with them the plan
-// gives the times of an H200. The first is that of stride 1, of the two boxes of stride 2, of its phases
-// and of wgrad.
+// Shares of the rates of DRAM, issue slots, shared memory and mma.sync, fitted to times of an H200.
+// The DRAM shares are for stride 1, the two boxes of stride 2, its phases, and wgrad.
 constexpr double kDramShare = 0.72, kDramShareStrided = 0.85, kDramSharePhases = 0.66;
 constexpr double kDramShareWgrad = 0.9;
 constexpr double kIssueShare = 0.6, kSharedShare = 0.75, kMmaShare = 0.66;
-// Bytes that L2 serves in the time of a byte of DRAM.
+// Rate of L2 relative to DRAM.
 constexpr double kL2Rate = 1.28;
-// Instructions of a warp for an item beside the products and their operands, and for a row of results.
+// Instructions of a warp for an item other than products and their operands, and for a row of
+// results.
 constexpr double kItemInstructions = 120, kRowInstructions = 10;
-// Of three TF32 products: to split a fragment of A and of 8 columns of B (common/split_tf32.cuh), and to
-// add the four sums of a run to those of float32 where they are finite.
+// Three TF32 products: splitting a fragment of A, and of 8 columns of B (common/split_tf32.cuh);
+// adding the four sums of a run to the float32 sums if they are finite.
 constexpr double kSplitA = 12, kSplitB = 6, kPromoteInstructions = 10;
-// Cycles that an item waits at barriers and for its first operands, shared by the CTAs of an SM, where
-// wgrad has no barrier; and from the start to the first product and from the last one to the end, of fprop
-// and dgrad for each 16 channels of a block.
+// Cycles that an item waits at barriers and for its first operands, shared by the CTAs of an SM;
+// wgrad has no barrier. And cycles from the start to the first product plus from the last product
+// to the end; in fprop and dgrad for each 16 channels of a block.
 constexpr double kItemCycles = 800, kWgradItemCycles = 200, kStartCycles = 3500;
 
 int64_t StageBytes(const Instance& instance, const Params& params) {
@@ -37,7 +37,7 @@ int64_t StageBytes(const Instance& instance, const Params& params) {
   const int64_t guard = instance.stride == 1 ? kRunGuardPixels : 0;
   return (params.box_pixels + walked + guard) * int64_t{kRunPixelBytes};
 }
-// Of phases_sm90.cuh, with a pixel for what is not stored.
+// Bytes of a tile's results in phases_sm90.cuh, including a pixel for results that are not stored.
 int64_t ResultBytes(const Instance& instance, const Params& params) {
   return instance.phases ? CeilDiv(params.tile_pixels + 1, 8) * 8 * kRunPixelBytes : 0;
 }
@@ -52,18 +52,18 @@ int64_t SharedBytes(const Instance& instance, const Params& params) {
   return std::max(kRunStages * stage + kRunPixelBytes + 2 * kRunStages * 8, sums);
 }
 
-// Microseconds in which the SMs compute one tile, with so many CTAs on each.
+// Microseconds of the SMs for one tile, with `ctas_of_sm` CTAs on each SM.
 double MicrosecondsOfTile(const Instance& instance, const Params& params, int64_t ctas_of_sm,
                           const Gpu& gpu) {
   const auto rows = static_cast<double>(instance.run_rows);
   const auto steps =
       static_cast<double>(instance.block) / static_cast<double>(instance.step_channels());
-  // A warp has 32 bytes of the result's channels: two blocks of 8, of float32 one.
+  // A warp has 32 bytes of the result's channels: two blocks of 8, or one in float32.
   const double of_one = instance.three_tf32 ? 3 : 1;
   const double products =
       rows * 9 * steps * of_one * 4 / static_cast<double>(instance.element_bytes);
   const double box_rows = instance.phases ? rows + 1 : instance.stride * (rows - 1) + 3;
-  // Reads of operands, of four wavefronts; wgrad's of float32 are two instructions of two.
+  // Reads of operands with four wavefronts each; wgrad in float32 has two instructions with two.
   const double operands = instance.wgrad()
                               ? 3 * box_rows + rows * static_cast<double>(instance.block) / 16
                               : steps * (3 * box_rows + 9);
@@ -71,7 +71,7 @@ double MicrosecondsOfTile(const Instance& instance, const Params& params, int64_
   const double stores = instance.wgrad() ? 0 : instance.phases ? 4 * rows : rows;
   double split = 0;
   if (instance.three_tf32 && instance.wgrad()) {
-    // Of 16 channels k dy's words are as many as a fragment of A; a run of products has two rows.
+    // 16 channels k of dy have as many words as a fragment of A; a run of products has two rows.
     const double sixteens = static_cast<double>(instance.block) / 16;
     split = (3 * box_rows + rows * sixteens) * kSplitA +
             9 * std::ceil(rows / 2) * 2 * sixteens * kPromoteInstructions;
@@ -93,7 +93,8 @@ double MicrosecondsOfTile(const Instance& instance, const Params& params, int64_
   return std::max(load, cycles / (gpu.sm_count * gpu.cycles_per_us()));
 }
 
-// The tile of the least time. Its rows and columns are those of the output, in phases_sm90.cuh of dy.
+// Chooses the tile with the smallest time. Its rows and columns are those of the output, or of dy
+// in phases_sm90.cuh.
 Status ShapeRuns(const Instance& instance, const Gpu& gpu, const ConvProblem& problem,
                  Params* params) {
   Axis &rows = params->axis[1], &columns = params->axis[2];
@@ -107,7 +108,7 @@ Status ShapeRuns(const Instance& instance, const Gpu& gpu, const ConvProblem& pr
        ++tile_columns) {
     const int64_t column_tiles = CeilDiv(all_columns, tile_columns);
     if (CeilDiv(all_columns, column_tiles) != tile_columns && tile_columns % 8 != 0) continue;
-    // The first pixel of a row is the padding behind the row in front of it, too.
+    // The first pixel of a row is also the padding after the previous row.
     const bool shares = instance.stride == 1 && column_tiles == 1 && columns.pad >= 1 &&
                         columns.out + 1 - columns.pad >= columns.in;
     const int64_t box_columns = CeilDiv(tile_columns + (shares ? 1 : halo), 8) * 8;
@@ -119,7 +120,7 @@ Status ShapeRuns(const Instance& instance, const Gpu& gpu, const ConvProblem& pr
       for (int64_t images = 1; images * groups * tile_columns <= kTileRuns && images <= problem.n;
            ++images) {
         if (images > 1 && !whole) break;
-        // Of several groups of rows wgrad needs all.
+        // With several groups of rows wgrad needs all of them.
         if (instance.wgrad() && groups > 1 && rows.out % tile_rows != 0) break;
         Params shape = *params;
         shape.tile_images = static_cast<int32_t>(images);
@@ -132,7 +133,7 @@ Status ShapeRuns(const Instance& instance, const Gpu& gpu, const ConvProblem& pr
         shape.tile_columns = FastDivmod(tile_columns);
         shape.run_groups = FastDivmod(groups);
         shape.box_columns = FastDivmod(box_columns);
-        // A row of wgrad's tile of dy has a multiple of 8 pixels, too.
+        // A row of wgrad's tile of dy also has a multiple of 8 pixels.
         const int64_t walked_columns =
             instance.wgrad() ? CeilDiv(tile_columns, 8) * 8 : tile_columns;
         shape.walked_columns = static_cast<int32_t>(walked_columns);

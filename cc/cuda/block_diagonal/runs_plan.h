@@ -13,7 +13,7 @@
 
 namespace jaxconv::block_diagonal {
 
-// Refuses what kernels of 3x3 filters on sm_90 do not take.
+// Refuses problems that the kernels of 3x3 filters on sm_90 do not accept.
 Status CheckRuns(const Instance& instance, const ConvProblem& problem, const Params& params);
 
 Status MakeRunsPlan(const KernelDesc& kernel, const ConvProblem& problem, const Gpu& gpu,

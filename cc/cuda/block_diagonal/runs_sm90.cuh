@@ -1,42 +1,42 @@
-// block_diagonal, fprop of 3x3 filters with stride 2, of float32 fprop and dgrad of stride 1 as well
-// (sm_90a): the products of gather.cuh, of pixels that are read from shared memory once for the
-// filter rows that meet them.
+// block_diagonal, fprop of 3x3 filters with stride 2 and, in float32, fprop and dgrad with stride 1
+// (sm_90a): the products of gather.cuh, where a pixel is read from shared memory once for all
+// filter rows.
 //
-// A run is one column of kRows output rows. A row of operand A is a run: under column tap s and at
-// row y of the box, 16 runs are one ldmatrix, the same pixels for the filter rows 0 and 2, or for
-// row 1 alone; of stride 1 for all three:
+// A run is one column of kRows output rows, and a row of operand A. For column tap s and row y of
+// the box, one ldmatrix reads 16 runs. At stride 2 its pixels serve filter rows 0 and 2, or row 1;
+// at stride 1 all three:
 //
 //     for s:  B of (0, s), (1, s), (2, s)                      3 kSteps ldmatrix
 //       for y = 0 ... kStride (kRows - 1) + 2:  A of row y     kSteps ldmatrix
-//         for r with kStride | y - r:  out[(y - r) / kStride] += A B(r, s)    2 kSteps products each
+//         for r with kStride | y - r:  out[(y - r) / kStride] += A B(r, s)   2 kSteps products each
 //
-// Tile: 32 runs, of neighbouring columns, groups of kRows rows, and images; 64 channels. Warp w has
-// 16 of the runs and 16 channels of the result, 8 kRows sums a lane.
+// Tile: 32 runs, from neighbouring columns, groups of kRows rows, and images; 64 channels. Warp w
+// has 16 of the runs and 16 channels of the result, with 8 kRows sums in each lane.
 //
 //     stage 0: box | stage 1: box | filter [tap][row of the block][64 channels] | barriers
 //
-// Of stride 2 the columns of even and of odd index are two boxes, so that the pixels of neighbouring runs are
+// At stride 2 even and odd columns are two boxes, so that the pixels of neighbouring runs are
 // neighbours.
 //
-// Boxes come by TMA, which fills in the zeros of the padding, rows of 128 bytes with its swizzle. A
-// box's rows have a multiple of 8 pixels, so the swizzle of a run's pixel is the same in all of
-// them: a row is a constant distance, and only the column tap changes an address otherwise. Results
-// are rounded, stored into the stage whose box has been read, and leave by TMA, which leaves out
-// what lies outside of the output. Meanwhile the next box is multiplied; its successor is asked for
-// when that store has read the stage.
+// TMA copies the boxes in swizzled rows of 128 bytes and inserts the zeros of the padding. The rows
+// of a box have a multiple of 8 pixels, so a run's pixel has the same swizzle in all rows: the
+// distance between rows is constant, and only the column tap needs another address computation.
+// Results are rounded, written to the stage whose box has been read, and stored by TMA, which omits
+// elements outside the output. Meanwhile the next box is multiplied; the box after it is requested
+// when the store has read the stage.
 //
-// The filter lies as in memory, a tap's rows of channels, rows of other groups zero: ldmatrix.trans
-// gives B. Sums of a lane: see ptx/mma.cuh.
+// The filter has the order of global memory: rows of channels for each tap, with zeros for other
+// groups. ldmatrix.trans reads B from it. For the sums of a lane see ptx/mma.cuh.
 //
-// float32: 32 channels, of which a warp has 8 of the result: one block of columns instead of two.
-// The filter lies as words of B (filter_words.cuh). TMA rounds the boxes to TF32. Of three TF32
-// products (common/split_tf32.cuh) a run of the reduction is the three taps of a filter column, whose
-// split rows of A stay in registers for the output rows that they meet.
+// float32: a tile has 32 channels and a warp 8 channels of the result, one block of columns instead
+// of two. The filter is stored as words of B (filter_words.cuh). TMA rounds the boxes to TF32. With
+// three TF32 products (common/split_tf32.cuh) a run of the reduction is the three taps of a filter
+// column; the split rows of A stay in registers for all their output rows.
 //
-// Zeros of the filter meet the channels of other groups, see gather.cuh.
+// Zeros of the filter multiply the channels of other groups; see gather.cuh.
 //
-// Refused, with a reason (runs_plan.cc): other filters, strides, dilation, depth, float32 outputs of
-// 16-bit operands, filters stored as krsc; and what gather.cuh refuses.
+// Refused, with a reason (runs_plan.cc): other filters, strides, dilation, depth, float32 outputs
+// of 16-bit operands, filters stored as krsc; and what gather.cuh refuses.
 #ifndef JAXCONV_CUDA_BLOCK_DIAGONAL_RUNS_SM90_CUH_
 #define JAXCONV_CUDA_BLOCK_DIAGONAL_RUNS_SM90_CUH_
 
@@ -63,8 +63,8 @@
 
 namespace jaxconv::block_diagonal {
 
-// kBlock: channels of a block. kRows: output rows of a run. kStride: 1 or 2. kThreeTf32: of float32,
-// three products for one.
+// kBlock: channels of a block. kRows: output rows of a run. kStride: 1 or 2. kThreeTf32: float32 as
+// three products.
 template <Op kOp_, DType kType_, int kBlock_, int kRows_, int kCtasPerSm_, int kStride_ = 2,
           bool kThreeTf32_ = false>
 struct Runs {
@@ -77,7 +77,7 @@ struct Runs {
   static constexpr int kStride = kStride_;
   static constexpr bool kThreeTf32 = kThreeTf32_;
   static constexpr bool kElements = sizeof(T) == 4, kRounds = kElements && !kThreeTf32;
-  // A warp has 32 bytes of the result's channels: so many blocks of 8.
+  // A warp has 32 bytes of the result's channels: kBlocksN blocks of 8.
   static constexpr int kSteps = kBlock * int{sizeof(T)} / 32, kBlocksN = 4 / int{sizeof(T)};
   using Filter = FilterWords<kSteps, kBlocksN>;  // of float32
   static constexpr int kTapBytes = kElements ? Filter::kTapBytes : kBlock * kRunPixelBytes;
@@ -87,9 +87,9 @@ struct Runs {
   static Status Launch(const Plan& plan, const Operands& operands, void* stream);
 };
 
-// Adds the three taps of one filter column, of a step of gathered channels. box: the lane's pixel
-// and chunk of the box's first row under the column. filter: the lane's row and chunk of the tap (0,
-// s), of float32 its words.
+// Adds the three taps of one filter column for one step of gathered channels. box: the lane's pixel
+// and chunk in the first row of the box under this column. filter: the lane's row and chunk of tap
+// (0, s); in float32 its words.
 template <class Tag>
 __device__ __forceinline__ void AddColumn(uint32_t box, int32_t row_bytes, uint32_t filter,
                                           float (&sums)[Tag::kRows][Tag::kBlocksN][4]) {
@@ -119,7 +119,7 @@ __device__ __forceinline__ void AddColumn(uint32_t box, int32_t row_bytes, uint3
   }
 }
 
-// AddColumn of three TF32 products (common/split_tf32.cuh): a run of the reduction is the column.
+// AddColumn with three TF32 products (common/split_tf32.cuh); a run of the reduction is the column.
 // Returns a bit for each row of the result whose run has a sum that is not finite.
 template <class Tag>
 __device__ __forceinline__ uint32_t AddColumnSplit(uint32_t box, int32_t row_bytes, uint32_t filter,
@@ -153,8 +153,8 @@ __device__ __forceinline__ uint32_t AddColumnSplit(uint32_t box, int32_t row_byt
   return left;
 }
 
-// Puts a row of sums in the place of the first where `take`, and then the first behind the others:
-// once each, all are in order again. A variable index would put them into local memory.
+// If `take`, replaces the first row of `sums` by `row`; then rotates the rows, so that after one
+// call for each row all are in order again. A variable index would put the rows into local memory.
 template <int kRows>
 __device__ __forceinline__ void TakeTurn(bool take, const float (&row)[4],
                                          float (&sums)[kRows][1][4]) {
@@ -167,8 +167,8 @@ __device__ __forceinline__ void TakeTurn(bool take, const float (&row)[4],
   }
 }
 
-// Computes the rows of `left` again, with operands of any value. under(s): as `box` of AddColumn,
-// under column tap s. filter: the lane's words of the tap (0, 0).
+// Computes the rows in `left` again, with operands of any value. under(s): `box` of AddColumn for
+// column tap s. filter: the lane's words of tap (0, 0).
 template <class Tag, class Under>
 __device__ __forceinline__ void AddWithCare(uint32_t left, const Under& under, int32_t row_bytes,
                                             uint32_t filter, float (&sums)[Tag::kRows][1][4]) {
@@ -189,8 +189,8 @@ __device__ __forceinline__ void AddWithCare(uint32_t left, const Under& under, i
   }
 }
 
-// Stores a row of 16 runs' results. to: of the lane's run and chunk, as StoreMatrices has them. Of
-// float32 columns 2 t and 2 t + 1 are channels t and t + 4 (run_loads_sm90.cuh).
+// Stores a row of the results of 16 runs. to: the address of the lane's run and chunk for
+// StoreMatrices. In float32 columns 2 t and 2 t + 1 are channels t and t + 4 (run_loads_sm90.cuh).
 template <class Tag>
 __device__ __forceinline__ void StoreRun(uint32_t to, const float (&sums)[Tag::kBlocksN][4]) {
   const float (&first)[4] = sums[0];
@@ -240,7 +240,7 @@ __global__ void __launch_bounds__(kThreads, Tag::kCtasPerSm)
   LoadFirstBoxes(barriers, range, load);
   HeldFilter<Tag> held(params, filter, range.item);
   if constexpr (kStride == 1) {
-    // Behind a box, the padding that its last row shares with a row behind it.
+    // After a box, the padding that its last row would share with a next row.
     for (int32_t i = params.box_pixels * kRunPixelBytes + threadIdx.x * 16; i < params.stage_bytes;
          i += kThreads * 16) {
       StoreChunk(stages + i, {0, 0, 0, 0});
@@ -248,7 +248,7 @@ __global__ void __launch_bounds__(kThreads, Tag::kCtasPerSm)
     }
   }
 
-  // The lane's run; those that do not exist read another's pixels, and are stored behind the tile.
+  // The lane's run. Missing runs read the pixels of another run, and are stored after the tile.
   const int32_t groups = static_cast<int32_t>(params.run_groups.divisor);
   const int32_t run = strip * 16 + lane % 16, runs = params.tile_images * groups * columns.tile;
   int32_t piece, column, image, group;
@@ -263,7 +263,7 @@ __global__ void __launch_bounds__(kThreads, Tag::kCtasPerSm)
   const int32_t row_bytes = ComputedHere(columns.box * kRunPixelBytes);
   const int out_chunk = slot * 2 + lane / 16;
   const int box_chunk = slot / Tag::kSteps * Tag::kSteps * 2 + lane / 16;
-  // Of B: rows of the block and chunks of channels.
+  // For B: a row of the block and a chunk of channels.
   const int b_row = lane % 16, b_chunk = out_chunk;
   const uint32_t b = Tag::kElements
                          ? filter + slot * 9 * Tag::kTapBytes + Tag::Filter::OfLane(lane)
@@ -283,7 +283,7 @@ __global__ void __launch_bounds__(kThreads, Tag::kCtasPerSm)
       return box + pixel * kRunPixelBytes + ((box_chunk ^ (pixel & 7)) << 4);
     };
     uint32_t left = 0;
-    // Unrolled, three TF32 products would take more than 128 registers.
+    // Unrolled, three TF32 products would need more than 128 registers.
 #pragma unroll(Tag::kThreeTf32 ? 1 : 3)
     for (int s = 0; s < 3; ++s) {
       const uint32_t first = under(s);
@@ -299,7 +299,7 @@ __global__ void __launch_bounds__(kThreads, Tag::kCtasPerSm)
           AddColumn<Tag>(from, row_bytes, taps, sums);
         }
       }
-      // The other stage's results have left by now.
+      // The results in the other stage have been read by their store.
       if (s == 0 && warp == 0 && item > range.item && item + 1 < range.end) {
         if (ElectOne()) {
           WaitForStoresToRead();

@@ -1,5 +1,5 @@
-// What the kernels of block_diagonal share: the layout of pixels in shared memory, and where the
-// positions of a tile lie.
+// Shared by the kernels of block_diagonal: the layout of pixels in shared memory, and the tables of
+// a tile's positions.
 #ifndef JAXCONV_CUDA_BLOCK_DIAGONAL_TILE_CUH_
 #define JAXCONV_CUDA_BLOCK_DIAGONAL_TILE_CUH_
 
@@ -19,14 +19,15 @@ struct PaddedPixel {
   __device__ static int32_t Offset(int32_t i, int chunk) { return i * kBytes + chunk * 16; }
 };
 
-// The index of the thread's warp, of which the compiler knows that a warp's lanes share it.
+// The index of the thread's warp, as a value that the compiler knows to be uniform in the warp.
 __device__ __forceinline__ int UniformWarp() {
   return __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x / 32), 0);
 }
 
-// Positions of a tile and pixels of a box lie in tables in shared memory, so that no loop over them
-// divides: the row in the upper 16 bits of a word, the column in the lower ones, then a distance
-// from the first. What does not exist is beyond every limit, its distance 0.
+// Tables in shared memory describe the positions of a tile and the pixels of a box, so that loops
+// over them do not divide. An entry has the row in the upper 16 bits of a word and the column in
+// the lower ones, then an offset from the first entry. Missing positions are beyond every limit and
+// have offset 0.
 __device__ __forceinline__ void StorePlace(uint32_t table, int32_t i, bool exists, int32_t row,
                                            int32_t column, int32_t distance) {
   const uint32_t row_column = static_cast<uint32_t>(row) << 16 | static_cast<uint32_t>(column);
@@ -34,10 +35,11 @@ __device__ __forceinline__ void StorePlace(uint32_t table, int32_t i, bool exist
   StoreWord(table + i * kPlaceBytes + 4, exists ? static_cast<uint32_t>(distance) : 0);
 }
 
-// outputs: of positions, pixels of the output. boxes: the same positions, bytes of the box under
-// the first tap. gathered: of the box's pixels, pixels of the gathered tensor where nothing dilates
-// it. Of several images, whose boxes lie one behind the other, the rows of `gathered` are counted
-// through all of them, and rows that the tensor does not have are beyond every limit of columns.
+// outputs: for positions, with offsets in pixels of the output. boxes: for the same positions, with
+// offsets in bytes of the box under the first tap. gathered: for the pixels of the box, with
+// offsets in pixels of the gathered tensor if it is not dilated. With several images, whose boxes
+// are consecutive, the rows of `gathered` are numbered through all of them, and missing rows are
+// beyond every limit of columns.
 struct Tables {
   uint32_t outputs, boxes, gathered;
   __device__ __forceinline__ explicit Tables(uint32_t first)
@@ -70,8 +72,8 @@ __device__ __forceinline__ void FillTables(const Params& params, int32_t row_tap
   }
 }
 
-// The first and the last row and column of a tile or box that a tensor has, beside a bit that
-// smaller or larger ones borrow.
+// The first and last row and column of a tile or box inside a tensor, each with a bit that is
+// cleared by borrowing if a row or column is outside.
 constexpr uint32_t kBorrowed = 0x80008000u;
 __device__ __forceinline__ uint32_t Limit(int32_t row, int32_t column) {
   return static_cast<uint32_t>(row) << 16 | static_cast<uint32_t>(column);
@@ -84,10 +86,9 @@ __device__ __forceinline__ bool InTile(uint32_t limits, uint32_t row_column) {
   return ((limits - row_column) & kBorrowed) == kBorrowed;
 }
 
-// Begins to copy the box of a tile under a tap of the depth and, where a box has the pixels of one
-// filter row, of the rows; zeros where the gathered tensor has no element. HaloParams::vector
-// holds. The common FillBox, which looks nothing up, spends 21 instructions on a chunk instead of
-// 15.
+// Starts copying the box of a tile for one depth tap and, if a box has the pixels of one filter
+// row, for one row tap; with zeros outside the gathered tensor. Requires HaloParams::vector. The
+// common FillBox, which uses no tables, needs 21 instructions for each chunk instead of 15.
 template <typename T>
 __device__ __forceinline__ void CopyBox(const Params& params, const TilePlace& tile,
                                         int32_t depth_tap, int32_t row_tap, uint32_t table,
@@ -115,11 +116,11 @@ __device__ __forceinline__ void CopyBox(const Params& params, const TilePlace& t
     const int32_t last_row = all_rows ? 0x7fff : min(rows.box, rows.in - first_row) - 1;
     const int32_t last_column = min(columns.box, columns.in - first_column) - 1;
     const bool any = some && last_row >= 0 && last_column >= 0;
-    // Added to a place, these keep the bit from the first row and column on.
+    // Added to an entry, these keep the bit from the first row and column on.
     const uint32_t from = kBorrowed - Limit(all_rows ? 0 : min(max(-first_row, 0), rows.box),
                                             min(max(-first_column, 0), columns.box));
     const uint32_t until = kBorrowed | Limit(max(last_row, 0), max(last_column, 0));
-    // May lie in front of the tensor: what is not valid is not read.
+    // May point before the tensor; elements outside are not read.
     first += (int64_t{first_row} * columns.in + first_column) * params.channels;
     for (; left > 0; left -= kStep) {
       uint32_t row_column, moved;
@@ -144,7 +145,7 @@ __device__ __forceinline__ void CopyBox(const Params& params, const TilePlace& t
   }
 }
 
-// The output's pixel of a tile's first position.
+// The pixel of the output at a tile's first position.
 __device__ __forceinline__ int64_t FirstPixel(const Params& params, const TilePlace& tile) {
   const Axis &rows = params.axis[1], &columns = params.axis[2];
   return ((int64_t{tile.image} * params.axis[0].out + tile.depth) * rows.out + tile.row) *

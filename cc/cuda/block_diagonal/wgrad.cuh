@@ -1,28 +1,32 @@
-// block_diagonal, wgrad: groups of 2 to 32 channels on the tensor cores (sm_80), operands of 16 bits
-// or float32.
+// block_diagonal, wgrad: groups of 2 to 32 channels on the tensor cores (sm_80), operands of 16
+// bits or float32.
 //
 //     dw[tap][c, k] = sum over positions of x[position under the tap, c] dy[position, k]
 //
-// for the kBlock = 16 or 32 neighbouring channels of a block, whose products of unlike groups are
-// not stored. A is x transposed, B dy, both by ldmatrix.trans from pixels of 128 bytes (tile.cuh).
+// for the kBlock = 16 or 32 neighbouring channels of a block. Products of different groups are
+// computed but not stored. A is x transposed and B is dy; ldmatrix.trans reads both from pixels of
+// 128 bytes (tile.cuh).
 //
-// Warp w has 16 channels c, the kBlock channels k of their block, and every second 16 positions of
-// the tile; the sums of kRows x kColumns taps stay in registers (3x3: 72, of kBlock 32 144):
+// Warp w has 16 channels c, the kBlock channels k of their block, and every second block of 16
+// positions of the tile. The sums of kRows x kColumns taps stay in registers (3x3: 72, or 144 with
+// kBlock 32):
 //
 //     stage 0: x box | dy tile | stage 1: x box | dy tile | a pixel of zeros | tables
 //
-// Positions outside of the output have zeros of dy, and of x read that pixel, so that no Inf of x
-// meets a zero. Of 16 positions: kBlock / 16 ldmatrix of dy, then for each tap one of x and kBlock
+// For positions outside the output dy is zero, and x is read from the pixel of zeros, so that no
+// Inf in x is multiplied by zero. 16 positions take kBlock / 16 ldmatrix of dy and then, for each
+// tap, one ldmatrix of x and kBlock
 // / 8 products.
 //
-// float32: a tile has 32 channels, so two warps have its channels c and every fourth 16 positions,
-// as two products. A and B are read by pairs of words (LoadElements) and rounded to TF32 in
-// registers, or split there: then a run of the reduction is 16 positions (common/split_tf32.cuh).
+// float32: a tile has 32 channels, so two warps have its channels c, and each has every fourth
+// block of 16 positions, as two products. A and B are read as pairs of words (LoadElements) and
+// rounded to TF32 in registers. With three products they are split there, and a run of the
+// reduction is 16 positions (common/split_tf32.cuh).
 //
-// A CTA has 64 channels and walks tiles slice, slice + slices, ...; two barriers a tile. At the end
-// the warps of equal channels are added in order through shared memory, and the slices' sums by
-// common/splitk_reduce.cuh: the same bits in every run. Filters of other sizes take kColumns taps
-// of a filter row at a time, each part by CTAs of its own.
+// A CTA has 64 channels and processes tiles slice, slice + slices, ..., with two barriers for each
+// tile. At the end the sums of warps with equal channels are added in order through shared memory,
+// and those of slices by common/splitk_reduce.cuh, so the bits repeat. Filters of other sizes are
+// divided into parts of kColumns taps of a filter row, each with separate CTAs.
 //
 // Refused, with a reason (plan.cc): what gather.cuh refuses.
 #ifndef JAXCONV_CUDA_BLOCK_DIAGONAL_WGRAD_CUH_
@@ -44,8 +48,8 @@
 
 namespace jaxconv::block_diagonal {
 
-// kRows x kColumns: taps of a CTA. Of kRows 1 filters of any size are cut into parts. kThreeTf32: of
-// float32, three products for one.
+// kRows x kColumns: taps of a CTA. With kRows = 1 filters of any size are divided into parts.
+// kThreeTf32: float32 as three products.
 template <Op kOp, DType kType, int kBlock_, int kRows_, int kColumns_, int kCtasPerSm_,
           bool kThreeTf32_ = false>
 struct Wgrad {
@@ -56,14 +60,14 @@ struct Wgrad {
   static constexpr int kCtasPerSm = kCtasPerSm_;
   static constexpr bool kThreeTf32 = kThreeTf32_;
   static constexpr int kBlocksN = kBlock / 8;
-  // Warps side by side, of 16 channels each; two strips, of float32 four.
+  // Warps side by side with 16 channels each; two strips, or four in float32.
   static constexpr int kWarpsOfStrip = kChannels / 16, kStrips = kWarps / kWarpsOfStrip;
 
   template <class Tag>
   static Status Launch(const Plan& plan, const Operands& operands, void* stream);
 };
 
-// Begins to copy a tile of dy, zeros where it has no pixel. positions: in shared memory.
+// Starts copying a tile of dy, with zeros outside. positions: in shared memory.
 template <typename T>
 __device__ __forceinline__ void CopyWalked(const Params& params, const TilePlace& tile,
                                            uint32_t positions, uint32_t to) {
@@ -87,26 +91,27 @@ __device__ __forceinline__ void CopyWalked(const Params& params, const TilePlace
   }
 }
 
-// What a lane reads of a tile: addresses of a stage, in bytes.
+// A lane's addresses in a stage, in bytes.
 struct LanePlace {
   uint32_t box;        // the x box, the lane's chunk, the CTA's first tap
   uint32_t walked;     // dy: the lane's first position and chunk
   uint32_t zeros;      // the lane's chunk of the pixel of zeros
-  uint32_t positions;  // the lane's first of x: row and column, and bytes from `box`
+  uint32_t positions;  // the lane's first position in x: row and column, and bytes from `box`
   uint32_t limits;     // see Limits
 };
 
-// 32-bit elements, which ldmatrix.trans does not take: a lane of positions 2 t and 2 t + 1 reads
-// their channels 2 g and 2 g + 1, as rows g and g + 8 of A, or as columns g of two blocks of B. Both
-// operands' positions and channels are in that order, and the words of a half of a warp in different
-// banks.
+// For 32-bit elements, which ldmatrix.trans does not support. A lane reads channels 2 g and 2 g + 1
+// of positions 2 t and 2 t + 1, as rows g and g + 8 of A, or as column g of two blocks of B.
+// Positions and channels have this order in both operands, and the words of half a warp are in
+// different banks.
 __device__ __forceinline__ void LoadElements(uint32_t first, uint32_t second,
                                              uint32_t (&words)[4]) {
   LoadPair(first, &words[0], &words[1]);
   LoadPair(second, &words[2], &words[3]);
 }
 
-// Two positions of a lane: x under the first tap, bytes to the next tap and to the next filter row.
+// Two positions of a lane: the address of x under the first tap, and the bytes to the next tap and
+// to the next filter row.
 struct ElementPlace {
   uint32_t at[2];
   int32_t to_next_tap[2], to_next_row[2];
@@ -130,7 +135,7 @@ struct ElementPlace {
   }
 };
 
-// dy of eight positions.
+// Loads dy of eight positions.
 template <class Tag>
 __device__ __forceinline__ void LoadWalkedElements(uint32_t at, uint32_t (&y)[Tag::kBlocksN][2]) {
 #pragma unroll
@@ -141,7 +146,7 @@ __device__ __forceinline__ void LoadWalkedElements(uint32_t at, uint32_t (&y)[Ta
   }
 }
 
-// AddPositions of 32-bit elements, one product of TF32 or three (common/split_tf32.cuh).
+// AddPositions for 32-bit elements, with one TF32 product or three (common/split_tf32.cuh).
 template <class Tag, int kColumns>
 __device__ __forceinline__ void AddElements(
     const Params& params, LanePlace place, int32_t blocks,
@@ -201,8 +206,8 @@ __device__ __forceinline__ void AddElements(
   }
 }
 
-// Adds the products of `blocks` times 16 positions, every kStrips-th, and of kColumns taps of each
-// of the CTA's filter rows.
+// Adds the products of every kStrips-th of `blocks` blocks of 16 positions, for kColumns taps of
+// each of the CTA's filter rows.
 template <class Tag, int kColumns>
 __device__ __forceinline__ void AddPositions(
     const Params& params, LanePlace place, int32_t blocks,
@@ -240,7 +245,7 @@ __device__ __forceinline__ void AddPositions(
   }
 }
 
-// The same of the first `columns` <= kColumns taps.
+// The same for the first `columns` <= kColumns taps.
 template <class Tag, int kColumns = Tag::kColumns>
 __device__ __forceinline__ void AddPositions(
     const Params& params, const LanePlace& place, int32_t blocks, int32_t columns,
@@ -258,8 +263,8 @@ __device__ __forceinline__ void AddPositions(
   }
 }
 
-// Bytes in front of a sum of one tap in shared memory, [block n][lane][4], and of its channel c and k
-// alone: see ptx/mma.cuh, of 32-bit elements LoadElements.
+// The offset in bytes of a sum of one tap in shared memory, [block n][lane][4], and the parts of it
+// from channels c and k; see ptx/mma.cuh, or LoadElements for 32-bit elements.
 template <class Tag>
 __device__ __forceinline__ uint32_t RowBytes(int32_t c) {
   if constexpr (sizeof(typename Tag::T) == 4) return c % 16 / 2 * 64 + c % 2 * 8;
@@ -273,8 +278,8 @@ __device__ __forceinline__ uint32_t ColumnBytes(int32_t k) {
   return k / 8 % Tag::kBlocksN * 512 + k % 8 / 2 * 16 + k % 2 * 4;
 }
 
-// Adds the other strips' sums to the first's, in order, and leaves them in shared memory, [warp of
-// the strip][tap][n][lane][4].
+// Adds the sums of the other strips to those of the first, in order, and leaves the result in
+// shared memory, [warp of the strip][tap][n][lane][4].
 template <class Tag, class Barrier>
 __device__ __forceinline__ void AddStrips(
     float (&sums)[Tag::kRows * Tag::kColumns][Tag::kBlocksN][4], uint32_t shared, int strip,
@@ -304,8 +309,8 @@ __device__ __forceinline__ void AddStrips(
   }
 }
 
-// Stores a CTA's sums, that lie in shared memory: those of equal groups. A lane has the neighbouring
-// channels k of 4 bytes of a pixel, a warp every kWarps-th (tap, channel c of their group).
+// Stores a CTA's sums from shared memory, for equal groups only. A lane has neighbouring channels
+// k, 4 bytes of a pixel; a warp has every kWarps-th (tap, channel c of their group).
 template <class Tag>
 __device__ __forceinline__ void StoreSums(const Params& params, uint32_t sums, int32_t slice,
                                           int32_t filter, int32_t first_channel, const Step& step,
@@ -348,12 +353,12 @@ __global__ void __launch_bounds__(kThreads, Tag::kCtasPerSm)
   const Axis &rows = params.axis[1], &columns = params.axis[2];
   const int lane = threadIdx.x % 32, warp = UniformWarp();
   const int strip = warp / Tag::kWarpsOfStrip;
-  const int sixteen = warp % Tag::kWarpsOfStrip;  // of the tile's channels c
+  const int sixteen = warp % Tag::kWarpsOfStrip;  // block of 16 of the tile's channels c
   const int32_t walked_bytes = params.tile_images * rows.box * params.box_row_bytes;
   const uint32_t stages = SharedAddress(dynamic), zeros = stages + 2 * params.stage_bytes;
   const Tables tables(zeros + kPixelBytes);
 
-  // The CTA's slice, taps, filter of the batch and channels.
+  // The CTA's slice, taps, filter in the batch, and channels.
   int32_t rest = blockIdx.x, filter, channel_tile;
   const int32_t slice = rest % params.slices;
   rest /= params.slices;
@@ -385,7 +390,8 @@ __global__ void __launch_bounds__(kThreads, Tag::kCtasPerSm)
   };
 
   FillTables(params, step.row_tap, tables);
-  // Zeros: a pixel, and dy behind the last position, up to 16, which no copy writes.
+  // Zeros: a pixel, and dy after the last position up to a multiple of 16; copies do not write
+  // these.
   const int32_t blocks = (params.tile_pixels + 15) / 16;
   const int32_t behind = (blocks * 16 - params.tile_pixels) * kPixelBytes;
   if (threadIdx.x < PaddedPixel::kChunks) StoreChunk(zeros + threadIdx.x * 16, {0, 0, 0, 0});
@@ -396,9 +402,9 @@ __global__ void __launch_bounds__(kThreads, Tag::kCtasPerSm)
   }
   __syncthreads();
 
-  // ldmatrix.trans: lanes 0-7 and 8-15 give eight positions' rows of two chunks, 16-31 the next
-  // eight positions'; of dy, whose chunks are columns of B, lanes 8-15 the next positions.
-  // Of 32-bit elements see LoadElements.
+  // ldmatrix.trans: lanes 0-7 and 8-15 address rows of eight positions in two chunks, lanes 16-31
+  // those of the next eight positions. For dy, whose chunks are columns of B, lanes 8-15 address
+  // the next positions. For 32-bit elements see LoadElements.
   constexpr bool kElements = sizeof(T) == 4;
   const int x_position = strip * 16 + (kElements ? lane % 4 * 2 : lane % 8 + lane / 16 * 8);
   const int y_position = strip * 16 + (kElements ? lane % 4 * 2 : lane % 16);

@@ -1,26 +1,27 @@
-// block_diagonal, wgrad of 3x3 filters without strides (sm_90a): the products of wgrad.cuh, of
-// pixels that are read from shared memory once for the three filter rows, as runs_sm90.cuh does.
+// block_diagonal, wgrad of 3x3 filters without strides (sm_90a): the products of wgrad.cuh. As in
+// runs_sm90.cuh, a pixel is read from shared memory once for the three filter rows.
 //
-// A run is one column of kRows output rows; 16 runs are the reduction of a product. At row y of the
-// box x under column tap s meets dy of the rows y, y - 1, y - 2, which a warp keeps in registers:
+// A run is one column of kRows output rows; 16 runs are the reduction of a product. Row y of the
+// box of x, under column tap s, is multiplied by the rows y, y - 1, y - 2 of dy, which a warp keeps
+// in registers:
 //
 //     for y = 0 ... kRows + 1:  dy of row y                     kBlock / 16 ldmatrix
 //       for s:  x of row y under s                              1 ldmatrix
 //         for r:  dw[r, s] += x dy[y - r]                       kBlock / 8 products
 //
 // Tile: 32 runs and 64 channels. Warp w has 16 channels c, the kBlock channels k of their block,
-// and 16 of the runs; the sums of nine taps: 72 of a lane, of kBlock 32 144. A third warpgroup asks
-// for boxes, and leaves its registers to the others:
+// and 16 of the runs, with the sums of nine taps: 72 in each lane, or 144 with kBlock 32. A third
+// warpgroup requests boxes, and gives its registers to the others:
 //
 //     stages 0, 1, 2: dy box | x box | 8 pixels of zeros || a pixel of zeros | barriers
 //
-// float32: a tile has 32 channels, two warps of 16, and a warp 8 of the runs; x and dy are read by
-// pairs of words (wgrad.cuh, LoadElements), which TMA has rounded to TF32.
+// float32: a tile has 32 channels, two warps have 16 each, and a warp has 8 of the runs. x and dy
+// are read as pairs of words (wgrad.cuh, LoadElements), which TMA has rounded to TF32.
 //
-// Runs that do not exist read zeros of both tensors, and rows that do not exist take no part, so
-// that no Inf of x meets a zero: a tile whose rows are fewer takes them one by one.
+// Missing runs read zeros in both tensors, and missing rows are skipped, so that no Inf in x is
+// multiplied by zero. A tile with fewer rows processes them one by one.
 //
-// Slices, and what happens at the end: see wgrad.cuh.
+// For slices and the final sums see wgrad.cuh.
 #ifndef JAXCONV_CUDA_BLOCK_DIAGONAL_WGRAD_RUNS_SM90_CUH_
 #define JAXCONV_CUDA_BLOCK_DIAGONAL_WGRAD_RUNS_SM90_CUH_
 
@@ -46,8 +47,8 @@
 
 namespace jaxconv::block_diagonal {
 
-// kBlock: channels of a block. kRunRows: output rows of a run. kThreeTf32: of float32, three products
-// for one.
+// kBlock: channels of a block. kRunRows: output rows of a run. kThreeTf32: float32 as three
+// products.
 template <Op kOp, DType kType_, int kBlock_, int kRunRows_, bool kThreeTf32_ = false>
 struct WgradRuns {
   using T = typename ElementOf<kType_>::Type;
@@ -57,8 +58,8 @@ struct WgradRuns {
   static constexpr int kBlock = kBlock_, kRunRows = kRunRows_, kRows = 3, kColumns = 3;
   static constexpr bool kThreeTf32 = kThreeTf32_;
   static constexpr int kBlocksN = kBlock / 8;
-  // Warps side by side, of 16 channels each. A product reduces 32 bytes of runs, and of 32-bit
-  // elements a lane reads two (LoadElements).
+  // Warps side by side with 16 channels each. A product reduces 32 bytes of runs; with 32-bit
+  // elements a lane reads two runs (LoadElements).
   static constexpr int kWarpsOfStrip = kChannels / 16, kStrips = kWarps / kWarpsOfStrip;
   static constexpr int kReads = sizeof(T) == 4 ? 2 : 1;
 
@@ -66,13 +67,13 @@ struct WgradRuns {
   static Status Launch(const Plan& plan, const Operands& operands, void* stream);
 };
 
-// Where a lane reads: x under the three column taps, and dy; from a row to the next.
+// A lane's addresses: x under the three column taps, and dy; and the distances between rows.
 template <int kReads>
 struct RunPlace {
   uint32_t x[3][kReads], y[kReads];
   int32_t x_step[kReads], y_step[kReads];
 
-  // x under column tap s, so many rows further on.
+  // Loads x under column tap s, `rows` rows further.
   __device__ __forceinline__ void LoadGathered(int s, int rows, uint32_t (&words)[4]) const {
     if constexpr (kReads == 2) {
       LoadElements(x[s][0] + rows * x_step[0], x[s][1] + rows * x_step[1], words);
@@ -80,7 +81,7 @@ struct RunPlace {
       LoadMatricesTransposed(x[s][0] + rows * x_step[0], words);
     }
   }
-  // dy, so many rows further on.
+  // Loads dy, `rows` rows further.
   template <int kBlocksN>
   __device__ __forceinline__ void LoadWalked(int rows, uint32_t (&words)[kBlocksN][2]) const {
 #pragma unroll
@@ -134,7 +135,7 @@ __device__ __forceinline__ void AddRuns(RunPlace<Tag::kReads> at,
     }
   }
 }
-// The same of the first rows.
+// The same for the first rows.
 template <class Tag>
 __device__ __forceinline__ void AddRows(RunPlace<Tag::kReads> at, int32_t rows,
                                         float (&sums)[9][Tag::kBlocksN][4]) {
@@ -159,7 +160,7 @@ __device__ __forceinline__ void AddRows(RunPlace<Tag::kReads> at, int32_t rows,
   }
 }
 
-// Adds the products of one row and of the taps of `taps`, a bit each, with operands of any value, as
+// Adds the products of one row for the taps in `taps`, one bit each, with operands of any value, as
 // three TF32 products (common/split_tf32.cuh).
 template <class Tag>
 __device__ __forceinline__ void AddRowWithCare(const RunPlace<Tag::kReads>& at, int32_t row,
@@ -175,14 +176,15 @@ __device__ __forceinline__ void AddRowWithCare(const RunPlace<Tag::kReads>& at, 
   });
 }
 
-// AddRuns of three TF32 products. A run of the reduction is two rows of dy under one tap, whose split
-// words stay in registers with those of the last two rows of x: 48 and 32 beside the sums.
+// AddRuns with three TF32 products. A run of the reduction is two rows of dy under one tap. Their
+// split words stay in registers with those of the last two rows of x: 48 and 32 registers in
+// addition to the sums.
 template <class Tag>
 __device__ __forceinline__ void AddRunsSplit(const RunPlace<Tag::kReads>& at,
                                              float (&sums)[9][Tag::kBlocksN][4]) {
   constexpr int kRows = Tag::kRunRows, kBlocksN = Tag::kBlocksN;
   static_assert((kRows + 1) / 2 * 9 <= 64);
-  uint64_t left = 0;                     // of each pair of rows nine taps
+  uint64_t left = 0;                     // nine taps for each pair of rows
   SplitWords<1, kBlocksN, 2> walked[4];  // of row y at y % 4
   SplitWords<1, 1, 4> x[2][3];           // of row y at y % 2
 #pragma unroll
@@ -224,7 +226,7 @@ __device__ __forceinline__ void AddRunsSplit(const RunPlace<Tag::kReads>& at,
   }
 }
 
-// The same of one row alone.
+// The same for a single row.
 template <class Tag>
 __device__ __forceinline__ void AddRowSplit(const RunPlace<Tag::kReads>& at, int32_t row,
                                             float (&sums)[9][Tag::kBlocksN][4]) {
@@ -267,7 +269,7 @@ __global__ void __launch_bounds__(kRunThreads, 1)
   params.channel_tiles.Divmod(rest, &filter, &channel_tile);
   const int32_t first_image = filter * params.images, first_channel = channel_tile * Tag::kChannels;
 
-  // Behind a box, the padding that its last row shares with a row behind it.
+  // After a box, the padding that its last row would share with a next row.
   for (int32_t i = threadIdx.x; i < (kRunStages + 1) * kRunGuardPixels * 8; i += kRunThreads) {
     const int32_t stage = i / (kRunGuardPixels * 8), chunk = i % (kRunGuardPixels * 8);
     if (stage < kRunStages) {
@@ -296,7 +298,7 @@ __global__ void __launch_bounds__(kRunThreads, 1)
                        barrier = full + stage.slot * 8;
         BarrierWait(empty + stage.slot * 8, stage.parity ^ 1);
         BarrierArriveExpect(barrier, box_bytes + walked_bytes);
-        // dy first: x has the guard behind it.
+        // dy first, because the guard follows x.
         CopyTile4d(to, &walked_map, barrier, first_channel, tile.column, tile.row,
                    first_image + tile.image);
         CopyTile4d(to + walked_bytes, &gathered_map, barrier, first_channel,
@@ -308,7 +310,7 @@ __global__ void __launch_bounds__(kRunThreads, 1)
   RaiseRegisters<240>();
   float sums[9][kBlocksN][4] = {};
   {
-    // As in wgrad.cuh: the lane's runs of x and of dy, and their first bytes of a pixel.
+    // As in wgrad.cuh: the lane's runs in x and dy, and their first byte in a pixel.
     constexpr int kReads = Tag::kReads;
     const int32_t groups = static_cast<int32_t>(params.run_groups.divisor);
     const int32_t runs = params.tile_images * groups * columns.tile;
@@ -317,7 +319,7 @@ __global__ void __launch_bounds__(kRunThreads, 1)
     const int x_bytes = sixteen * kSixteenBytes + of_lane;
     const int y_bytes = sixteen * 16 / Tag::kBlock * (Tag::kBlock / 16) * kSixteenBytes +
                         (kReads == 2 ? of_lane : lane / 16 * 16);
-    int32_t image[2], row[2], column[2];  // of 16-bit elements of x and of dy
+    int32_t image[2], row[2], column[2];  // 16-bit elements: of x and of dy
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int of_strip = kReads == 2 ? lane % 4 * 2 + i
@@ -332,7 +334,7 @@ __global__ void __launch_bounds__(kRunThreads, 1)
     }
     const int32_t x_row = columns.box * kRunPixelBytes;
     const int32_t y_row = params.walked_columns * kRunPixelBytes;
-    // Swizzled, a byte of a pixel in rows of whole pixels.
+    // The swizzled address of a byte of a pixel, in rows of whole pixels.
     auto address = [](int32_t pixel, int bytes) {
       return static_cast<uint32_t>(pixel * kRunPixelBytes + (bytes ^ (pixel & 7) << 4));
     };

@@ -1,4 +1,5 @@
-// What plan.cc knows of an instance and decides for a problem, and the time of a tile. Plain C++.
+// The data of an instance, the tiling that plan.cc chooses for a problem, and the time of a tile.
+// Plain C++.
 #ifndef JAXCONV_CUDA_FEW_CHANNELS_COST_H_
 #define JAXCONV_CUDA_FEW_CHANNELS_COST_H_
 
@@ -12,7 +13,7 @@ namespace jaxconv::few_channels {
 // A line of kernels.def.
 struct Instance {
   int64_t extent;          // pixels of fprop's tile, columns of z, rows of dw
-  int64_t ctas_per_sm;     // that its registers allow
+  int64_t ctas_per_sm;     // limit from its registers
   bool by_chunks = false;  // copies the halo tile by chunks of 16 bytes
   int64_t warps_m = 1, warps_n = 1, warps_k = 1;
 };
@@ -23,13 +24,13 @@ struct Tiling {
   int64_t grid_y = 1;
   int64_t halo_elements = 0;  // that a tile copies
   int64_t width = 2;          // bytes of an element
-  int conflicts = 1;          // float32: loads that one of a fragment's words becomes
+  int conflicts = 1;          // float32: wavefronts for a load of fragment words
   bool three_tf32 = false;
 };
 
-// Cycles of a tile: what it takes of its SM, and how long it lasts where few CTAs share the SM.
+// Cycles of a tile: its share of an SM's time, and its latency if few CTAs share the SM.
 struct TileCycles {
-  double start = 0;  // of a CTA: the filter or the tables
+  double start = 0;  // of a CTA, for the filter or the tables
   double work = 0, latency = 0;
 };
 

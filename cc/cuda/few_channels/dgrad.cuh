@@ -3,24 +3,24 @@
 // GEMM: z[(n,h,q), (s,c)] = sum over (r, k) of dy[n, p(h,r), q, k] w[r,s,c,k] in the accumulators,
 // then
 //     dx[n,h,w,c] = sum over s of z[n, h, q(w,s), s, c]
-// out of shared memory. So 3 channels fill 21 of 24 columns of a 7x7 filter instead of 3 of 16.
-// (One convolution of groups of pixels with a filter full of structural zeros would multiply those
-// with gradients, and a NaN would reach pixels that no window connects with it.)
+// from shared memory. For a 7x7 filter 3 channels then fill 21 of 24 columns instead of 3 of 16. (A
+// single convolution of groups of pixels, with structural zeros in the filter, would multiply these
+// zeros by gradients, so a NaN would reach pixels that share no window with it.)
 //
 // Tile: 256 pixels (16 blocks of 16 neighbours in a row of dy) by 16, 24, 40 or 48 columns (s, c),
-// 4 warps of 4 blocks; the reduction is walked 128 bytes of dy's channels at a time (64 16-bit
-// channels or 32 of float32, 4 k-blocks) and tap by tap inside. The rows of a warp's blocks are of
-// one residue modulo the stride, so that they share their taps. CTA b processes tiles b, b +
-// gridDim.x, ... Shared memory, at most 100 KB (float32: 200): the halo tile of dy (128 bytes a
-// pixel) and, in its place afterwards, z (24 KB, 56 KB for 48 columns); the filter in the order of
+// 4 warps of 4 blocks; the outer loop of the reduction runs over 128 bytes of dy's channels (64
+// 16-bit or 32 float32 channels, 4 k-blocks), the inner loop over taps. The rows of a warp's blocks
+// are congruent modulo the stride, so they share their taps. CTA b processes tiles b, b +
+// gridDim.x, ... Shared memory, at most 100 KB (float32: 200): the halo tile of dy (128 bytes for
+// each pixel), later overwritten by z (24 KB, 56 KB for 48 columns); the filter in the order of
 // fragments, 256 bytes for 8 columns of a filter row's k-block; a table with the first term and the
-// number of terms of each element of a row of dx. Registers: 32 to 96 accumulators, at most 102,
-// for 48 columns, float32 and its three products 255.
+// number of terms of each element of a row of dx. Registers: 32 to 96 accumulators; at most 102, or
+// 255 for 48 columns, float32 and three products.
 //
-// Who waits for whom: cp.async loads 128 bytes of each pixel of the halo tile, a barrier, the MMAs;
-// at the end of the reduction z replaces the halo tile between two barriers. The next tile's pixels
-// are prefetched to L2 during the MMAs; five CTAs (48 columns and float32: two or three) share an
-// SM and hide each other's loads.
+// Synchronisation: cp.async loads 128 bytes of each pixel of the halo tile; the MMAs follow after a
+// barrier. At the end of the reduction z overwrites the halo tile between two barriers. The pixels
+// of the next tile are prefetched to L2 during the MMAs. Five CTAs (48 columns and float32: two or
+// three) share an SM and hide each other's loads.
 //
 // Refuses: operands or results other than f16, bf16 or f32; groups; lhs_dilation; rank 3; filters
 // stored as krsc; K whose rows are not multiples of 16 bytes; S C beyond the columns; halo tiles
@@ -55,7 +55,7 @@ __global__ void __launch_bounds__(kThreads, Tag::kCtasPerSm)
   constexpr int kPerWord = kWordElements<T>, kElements = kChunkElements<T>;
   constexpr int kPassBlocks = 4;  // k-blocks, of two chunks, of the halo tile
   extern __shared__ __align__(1024) unsigned char shared[];
-  auto* z = reinterpret_cast<float*>(shared);  // after the MMAs, in the place of the halo tile
+  auto* z = reinterpret_cast<float*>(shared);  // after the MMAs, overwrites the halo tile
   unsigned char* filter = shared + params.halo_bytes;
   const int32_t batch = blockIdx.y;
   const T* dy = static_cast<const T*>(params.lhs) + batch * params.lhs_batch;
@@ -99,7 +99,7 @@ __global__ void __launch_bounds__(kThreads, Tag::kCtasPerSm)
           Rounded<Tag>(words[e]);
     }
   }
-  // Of each element of a row of dx: its first term in a row of z, and the number of terms.
+  // For each element of a row of dx: its first term in a row of z, and the number of terms.
   int2* sums =
       reinterpret_cast<int2*>(filter + params.rows.filter * params.k_blocks * kBlocksN * 256);
   for (int32_t i = threadIdx.x; i < params.tile_columns * params.c; i += kThreads) {
@@ -116,8 +116,8 @@ __global__ void __launch_bounds__(kThreads, Tag::kCtasPerSm)
     const int32_t q = numerator / params.columns.stride;
     sums[i] = make_int2(q * kPitch + s * params.c + channel, left / params.column_period);
   }
-  // The warp's blocks: rows of dx of one residue modulo the stride (the plan picks such tiles), so
-  // that they share their taps.
+  // The rows of dx of a warp's blocks are congruent modulo the stride, so they share their taps.
+  // The plan chooses such tiles.
   const int log2_rows = params.log2_across < 2 ? 2 - params.log2_across : 0;
   const int32_t warp_row = warp >> (params.log2_across > 2 ? params.log2_across - 2 : 0);
   int32_t block_pixel[kBlocksM], block_row[kBlocksM];
@@ -177,7 +177,7 @@ __global__ void __launch_bounds__(kThreads, Tag::kCtasPerSm)
       CopyAsyncCommit();
       CopyAsyncWait<0>();
       __syncthreads();
-      // The tile of 48 columns has no registers for this.
+      // The tile of 48 columns has too few registers for this.
       if (kBlocksN <= 5 && (first == 0 || sizeof(T) == 4) && index + gridDim.x < params.tiles) {
         // Prefetches the next tile's pixels to L2, a cache line of 128 bytes each.
         const PixelTile next(params, index + gridDim.x);
@@ -256,7 +256,7 @@ __global__ void __launch_bounds__(kThreads, Tag::kCtasPerSm)
       for (int upper = 0; upper < 2; ++upper) {
         const int32_t pixel = block_pixel[i] + upper * 8 + g;
         float* row = z + ((block_row[i] << log2_columns) + pixel) * kPitch + t * 2;
-        // A pixel outside dy: 0 * Inf of an infinite weight is NaN.
+        // Outside dy the product with an infinite weight would be 0 * Inf = NaN.
         const bool inside =
             static_cast<uint32_t>(q_first + pixel) < static_cast<uint32_t>(params.columns.out);
 #pragma unroll
@@ -274,9 +274,8 @@ __global__ void __launch_bounds__(kThreads, Tag::kCtasPerSm)
              ((int64_t{tile.image} * params.rows.in + tile.row) * params.columns.in + tile.column) *
                  params.c;
     const typename Tag::Epilogue epilogue(params.epilogue);
-    // A warp's rows are four apart; two warps share a row of 128 pixels. How many they are is known
-    // to the compiler, which then adds no rows that the tile lacks, at distances that are
-    // constants.
+    // The rows of a warp are four apart; two warps share a row of 128 pixels. The number of rows is
+    // a compile-time constant, so that no missing rows are added and the distances are constant.
     const int32_t row_elements = params.columns.in * params.c;
     auto add_rows = [&](auto log2_across) {
       constexpr int kAcross = decltype(log2_across)::value;
@@ -289,7 +288,7 @@ __global__ void __launch_bounds__(kThreads, Tag::kCtasPerSm)
         const int2 at = sums[element];
         const float* from = z + first_row * (kPixels * kPitch) + at.x;
         float sum[kRows] = {};
-        // Four terms are loaded together: one after another waits for shared memory every time.
+        // Loads four terms together; one at a time would wait for shared memory each time.
 #pragma unroll 1
         for (int32_t left = at.y; left > 0; left -= 4, from += 4 * params.z_step) {
 #pragma unroll
@@ -332,7 +331,7 @@ __global__ void __launch_bounds__(kThreads, Tag::kCtasPerSm)
 
 template <Op kOp, DType kType, int kColumns_, int kCtasPerSm_>
 struct Dgrad {
-  // fprop: of few output channels and stride 1.
+  // fprop: few output channels, stride 1.
   static_assert(kOp != Op::kWgrad);
   static constexpr bool kNarrow = kOp == Op::kFprop, kThreeTf32 = false;
   static constexpr int kColumns = kColumns_, kCtasPerSm = kCtasPerSm_;

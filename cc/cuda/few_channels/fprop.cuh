@@ -2,31 +2,32 @@
 // w[(r,s,c), k], for input channels too few for asynchronous copies.
 //
 // GEMM: rows are pixels of y, the reduction runs over (r, s, c), columns are output channels. A
-// pixel of 3 16-bit channels has 6 bytes, too few for a copy, and R S / stride^2 windows read it.
-// So each CTA loads the halo tile of x once into shared memory and builds all fragments of A from
-// it, by words: the reduction is made of runs, S C neighbouring elements under each filter row (C
-// under each tap of a dilated filter). A run of 16-bit elements is padded to pairs, whose odd half
-// is masked away, because it is the next pixel's and may be NaN. Pixels at odd elements read a copy
-// of the halo tile that is shifted by one element. An element of float32 is a word: such runs have
-// no padding and their windows no copy.
+// pixel of 3 16-bit channels has 6 bytes, too few for an asynchronous copy, and R S / stride^2
+// windows read it. So each CTA loads the halo tile of x once into shared memory and builds all
+// fragments of A from its words. The reduction consists of runs: S C neighbouring elements for each
+// filter row (C for each tap of a dilated filter). A run of 16-bit elements is padded to pairs. The
+// second half of an incomplete pair is masked, because it belongs to the next pixel and may be NaN.
+// Pixels at odd elements read a copy of the halo tile that is shifted by one element. A float32
+// element is a word, so float32 needs neither padding nor this copy.
 //
-// Tile: 128 pixels (8 blocks of 16 neighbours in a row of y) by 64 output channels, 4 warps, each
-// 32 pixels by 64 channels, with three TF32 products 64 by 32; of float32 also 256 pixels, 64 by 64
-// a warp, which loads 17 fragments' words for 16 products instead of 26. CTA b processes tiles b,
-// b + gridDim.x, ... Shared memory, at most 100 KB (float32: 200): the filter of 64 channels and its
-// table, 2,112 bytes for 8 words of the reduction; 8 KB of staged outputs, but for plain float32;
-// two halo tiles. Registers: 64 accumulators, 16 fragments of B, at most 128 (256 pixels: 128
-// accumulators; three products: 32 parts of B and 16 sums of a run more; at most 255).
+// Tile: 128 pixels (8 blocks of 16 neighbours in a row of y) by 64 output channels. Each of 4 warps
+// has 32 pixels by 64 channels (three TF32 products: 64 by 32). float32 also has tiles of 256
+// pixels with 64 by 64 for each warp, which loads 17 fragment words for 16 products instead of 26.
+// CTA b processes tiles b, b + gridDim.x, ... Shared memory, at most 100 KB (float32: 200): the
+// filter of 64 channels and its table, 2,112 bytes for 8 words of the reduction; 8 KB of staged
+// outputs, except for plain float32; two halo tiles. Registers: 64 accumulators, 16 fragments of B,
+// at most 128 (256 pixels: 128 accumulators; three products: 32 parts of B and 16 sums of a run in
+// addition; at most 255).
 //
-// Bank conflicts of float32: the windows of 8 neighbouring pixels of 3 channels and stride 2 lie 6
-// words apart, and four words of each meet in the same banks. The 8 lanes of a block therefore have
-// every second (fourth) pixel, 12 words apart (SpreadPixel). The filter lies in the order of
-// fragments, so that 16 columns of 8 words are one load of 16 bytes.
+// Bank conflicts of float32: for 3 channels and stride 2 the windows of neighbouring pixels are 6
+// words apart, and 8 of them with four words each have bank conflicts. The 8 lanes of a block
+// therefore have every second (fourth) pixel, 12 words apart (SpreadPixel). The filter is stored in
+// the order of fragments, so that a lane reads its words of 16 columns by one load of 16 bytes.
 //
-// Who waits for whom: 16-bit elements without chunks of 16 bytes: the threads fetch the next tile's
-// halo into registers in parts, multiply some k-blocks of 8 words, and store the part into the
-// other halo tile; one barrier a tile. Else cp.async copies it during the products. Four CTAs
-// (float32: three, or two) share an SM and hide each other's loads.
+// Synchronisation: one barrier for each tile. For 16-bit elements without 16-byte chunks, the
+// threads load a part of the next tile's halo into registers, multiply some k-blocks of 8 words,
+// and store the part into the other halo tile. Otherwise cp.async copies the halo during the
+// products. Four CTAs (float32: three or two) share an SM and hide each other's loads.
 //
 // Refuses: operands or results other than f16, bf16 or f32; groups; lhs_dilation; rank 3; filters
 // stored as krsc; halo tiles beyond the shared memory; dilated filter rows of an odd number of
@@ -52,7 +53,7 @@
 
 namespace jaxconv::few_channels {
 
-// The filter of 64 output channels, 8 words of the reduction a k-block. A chunk is 16 bytes of
+// The filter of 64 output channels in k-blocks of 8 words of the reduction. A chunk is 16 bytes of
 // neighbouring output channels of one row.
 template <typename T>
 struct FilterTile : RowMatrix<T> {
@@ -77,9 +78,9 @@ struct FilterTile : RowMatrix<T> {
   }
 };
 
-// float32, in the order of fragments: (k-block, 16 channels, lane), each with the words of two
-// blocks of 8 columns. Channel n of the 16 is column n / 4 * 2 + n % 2 of block n / 2 % 2, so that
-// the sums of a lane are four neighbours.
+// float32 is stored in the order of fragments: (k-block, 16 channels, lane), each entry with the
+// words of two blocks of 8 columns. Channel n of the 16 is column n / 4 * 2 + n % 2 of block n / 2
+// % 2, so that a lane has the sums of four neighbouring channels.
 template <>
 struct FilterTile<float> {
   static constexpr int kChunks = kTileChannels / 4;
@@ -87,7 +88,7 @@ struct FilterTile<float> {
 
   __device__ __forceinline__ FilterTile(uint32_t filter, int first_column)
       : address(filter + (first_column / 16 * 32 + threadIdx.x % 32) * 16) {}
-  // Neighbouring threads have neighbouring rows, whose words lie in different banks.
+  // Neighbouring threads have neighbouring rows, whose words are in different banks.
   static __device__ __forceinline__ void Place(int32_t i, int32_t* row, int32_t* chunk) {
     *row = i / (8 * kChunks) * 8 + i % 8;
     *chunk = i / 8 % kChunks;
@@ -179,7 +180,8 @@ __global__ void __launch_bounds__(kThreads, Tag::kCtasPerSm)
     for (int e = 0; e < 4; ++e) words[e] = Rounded<Tag>(words[e]);
     Filter::Store(filter, row, chunk, words);
   }
-  // Where the words of the reduction lie in a window, and which of their bits belong to it.
+  // The position of each word of the reduction in a window, and a mask of the bits that belong to
+  // it.
   for (int32_t i = threadIdx.x; i < params.k_blocks * 8; i += kThreads) {
     int32_t run, word;
     params.words_of_run.Divmod(i, &run, &word);
@@ -208,7 +210,7 @@ __global__ void __launch_bounds__(kThreads, Tag::kCtasPerSm)
       const int32_t at = row * params.pitch + pair * 2;
       *reinterpret_cast<uint32_t*>(to + at * 2) = value;
       if (params.copy_bytes > 0) {
-        // The element before a row's first is the last of the row above, which no window wants.
+        // The element before the first of a row is the last of the row above; no window reads it.
         auto* copy = reinterpret_cast<unsigned short*>(to + params.copy_bytes) + at;
         copy[-1] = static_cast<unsigned short>(value);
         copy[0] = static_cast<unsigned short>(value >> 16);
@@ -217,7 +219,7 @@ __global__ void __launch_bounds__(kThreads, Tag::kCtasPerSm)
   };
   const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const int first_block = Tile::WarpM() / 16;
-  // Where the window of this lane's pixel begins, in each of the warp's blocks.
+  // The start of the window of this lane's pixel, in each of the warp's blocks.
   uint32_t window[Tile::kBlocksM];
   const uint32_t halo_address = SharedAddress(halo);
 #pragma unroll
@@ -235,7 +237,7 @@ __global__ void __launch_bounds__(kThreads, Tag::kCtasPerSm)
   const uint32_t table_address = SharedAddress(table) + t * 8;
   const Filter reader(SharedAddress(filter), Tile::WarpN());
 
-  // The words of a k-block: where they lie in a window, and their masks.
+  // The words of a k-block: positions in a window, and masks.
   struct Words {
     uint32_t at[2], mask[2];
   };
@@ -245,7 +247,7 @@ __global__ void __launch_bounds__(kThreads, Tag::kCtasPerSm)
     LoadPair(table_address + k_block * 64 + 32, &words.at[1], &words.mask[1]);
     return words;
   };
-  // `masked`: words of the k-block may be no part of the windows.
+  // `masked`: some words of the k-block may not belong to the windows.
   auto read_a = [&](int i, uint32_t offset, const Words& words, bool masked, uint32_t (&a)[4]) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -258,11 +260,11 @@ __global__ void __launch_bounds__(kThreads, Tag::kCtasPerSm)
       for (int e = 0; e < 4; ++e) a[e] &= words.mask[e / 2];
     }
   };
-  // k-blocks that are multiplied at a time.
+  // The number of k-blocks multiplied at a time.
   constexpr int kRun = kThree ? kSplitRunSteps : 1;
   auto multiply = [&](int32_t k_block, uint32_t offset,
                       float (&acc)[Tile::kBlocksM][Tile::kBlocksN][4]) {
-    // Runs of float32 have no padding, but behind the last one.
+    // float32 has padding only after the last run.
     const bool masked = sizeof(T) == 2 || k_block + kRun >= params.k_blocks;
     if constexpr (kThree) {
       Words words[kRun];
@@ -329,7 +331,7 @@ __global__ void __launch_bounds__(kThreads, Tag::kCtasPerSm)
     const PixelTile next(params, walk.NextIndex());
     float acc[Tile::kBlocksM][Tile::kBlocksN][4] = {};
     if constexpr (kAsync) {
-      // This tile's copies have arrived, and nobody reads the tile before it any more.
+      // The copies of this tile have arrived, and all threads have read the previous tile.
       CopyAsyncWait<0>();
       __syncthreads();
       if (walk.NextIndex() < params.tiles) loader.Load(next, halo_address + other);
@@ -340,7 +342,7 @@ __global__ void __launch_bounds__(kThreads, Tag::kCtasPerSm)
     } else {
       if (walk.NextIndex() < params.tiles) loader.Begin(next);
       int32_t k_block = 0;
-      // The next halo tile arrives in parts, each while some k-blocks are multiplied.
+      // The next halo tile is copied in parts, each during the products of some k-blocks.
       do {
         if (loader.More()) loader.Load();
         const int32_t end = loader.Last() ? params.k_blocks
@@ -355,7 +357,7 @@ __global__ void __launch_bounds__(kThreads, Tag::kCtasPerSm)
     bool finished = Tag::Epilogue::kPlain;
     const int n_of_warp = n_first + Tile::WarpN();
     if constexpr (!Tag::Epilogue::kPlain && kAsync) {
-      // (The pairs in flight leave no registers for this.)
+      // (Without cp.async the pairs in flight leave no registers for this.)
       if (params.k_vector && Clamps(params.epilogue) && params.epilogue.residual == nullptr) {
         ClampPixels<T>(params, epilogue, n_of_warp, acc);
         finished = true;
@@ -382,7 +384,7 @@ __global__ void __launch_bounds__(kThreads, Tag::kCtasPerSm)
 // kByChunks: the halo tile of 16-bit elements is copied by chunks of 16 bytes.
 template <Op kOp, DType kType, int kPixels_, int kCtasPerSm_, bool kByChunks_>
 struct Fprop {
-  // dgrad: of few output channels and stride 1.
+  // dgrad: few output channels, stride 1.
   static_assert(kOp != Op::kWgrad);
   static constexpr int kPixels = kPixels_;
   static constexpr bool kNarrow = kOp == Op::kDgrad;

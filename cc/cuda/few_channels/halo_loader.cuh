@@ -1,4 +1,4 @@
-// The halo tile of x in shared memory: fprop's and wgrad's tiles of pixels, and the loader.
+// The halo tile of x in shared memory: the tiles of pixels of fprop and wgrad, and the loaders.
 #ifndef JAXCONV_CUDA_FEW_CHANNELS_HALO_LOADER_CUH_
 #define JAXCONV_CUDA_FEW_CHANNELS_HALO_LOADER_CUH_
 
@@ -10,15 +10,15 @@
 
 namespace jaxconv::few_channels {
 
-// Elements of a word, of which fragments and copies are made, and of a chunk of 16 bytes.
+// Elements in a word, the unit of fragments and copies, and in a chunk of 16 bytes.
 template <typename T>
 inline constexpr int kWordElements = 4 / int{sizeof(T)};
 template <typename T>
 inline constexpr int kChunkElements = 16 / int{sizeof(T)};
 
-// Lane `lane` of 1 << kBits, in group `group` of such lanes -> its pixel among neighbours in a row.
-// Pixels of neighbouring lanes are 1 << log2_spread apart, and so many groups share their pixels:
-// the plan picks a distance at which the lanes meet no bank twice.
+// Maps lane `lane` of 1 << kBits, in group `group`, to its pixel among neighbours in a row. Pixels
+// of neighbouring lanes are 1 << log2_spread apart, and 1 << log2_spread groups interleave their
+// pixels. The plan chooses a distance without bank conflicts.
 template <int kBits>
 __device__ __forceinline__ int32_t SpreadPixel(int32_t group, int32_t lane, int32_t log2_spread) {
   const int32_t whole = group >> log2_spread;
@@ -38,9 +38,9 @@ struct PixelTile {
   }
 };
 
-// Copies the halo tile of x by pairs of elements: Load fetches a thread's next pairs, Store hands
-// them out, so that a caller can multiply between the two. A row of the halo tile begins with the
-// even element at or before the tile's first one (halo_lead says which).
+// Copies the halo tile of x by pairs of elements. Load fetches a thread's next pairs and Store
+// passes them on, so that a caller can multiply in between. A row of the halo tile begins with the
+// even element at or before the tile's first element (halo_lead).
 template <typename T>
 class HaloLoader {
  public:
@@ -66,7 +66,7 @@ class HaloLoader {
 
   __device__ __forceinline__ void Load() {
     if (params_.halo_words) {
-      // Rows are whole pairs: a pair lies inside or outside.
+      // Rows are whole pairs, so a pair is either inside or outside.
       Fetch([](const unsigned short* source, int32_t element, int32_t row_elements) {
         return static_cast<uint32_t>(element) < static_cast<uint32_t>(row_elements)
                    ? __ldg(reinterpret_cast<const uint32_t*>(source))
@@ -108,7 +108,7 @@ class HaloLoader {
       const int32_t from = first_row_ + row, element = first_element_ + pair * 2;
       const bool inside = row < params_.halo_rows &&
                           static_cast<uint32_t>(from) < static_cast<uint32_t>(params_.rows.in);
-      // An element of a row that does not exist is outside.
+      // Elements of missing rows are outside.
       values_[i] =
           fetch(image_ + (from * row_elements + element), inside ? element : -2, row_elements);
       Next(&row, &pair);
@@ -127,13 +127,13 @@ class HaloLoader {
   int32_t thread_row_, thread_pair_;  // of its first value in any halo tile
   int32_t first_row_, first_element_;
   int32_t row_, pair_;  // of the next value
-  int32_t left_ = 0;    // pairs that no thread has fetched
+  int32_t left_ = 0;    // pairs not fetched yet
   uint32_t values_[kInFlight];
 };
 
-// Copies the halo tile of x past the registers: by chunks of 16 bytes where rows of x are whole
-// chunks, else by words, of float32 alone. A row of the halo tile begins with the chunk (word) of
-// the tile's first element.
+// Copies the halo tile of x by cp.async: in chunks of 16 bytes if rows of x are whole chunks,
+// otherwise in words (float32 only). A row of the halo tile begins with the chunk (word) that
+// contains the tile's first element.
 template <typename T>
 class ChunkLoader {
  public:
@@ -184,11 +184,11 @@ class ChunkLoader {
 template <typename T>
 using RowMatrix = OperandTile<T, 64, 128, true>;
 
-// Whether fragments of T are to be rounded before they are multiplied: float32 in one TF32 product.
+// Whether fragments must be rounded before the product: float32 with one TF32 product.
 template <class Tag>
 inline constexpr bool kRounds = sizeof(typename Tag::T) == 4 && !Tag::kThreeTf32;
 
-// A word that every product multiplies as it is.
+// A word that needs no rounding before the product.
 template <class Tag>
 __device__ __forceinline__ uint32_t Rounded(uint32_t word) {
   if constexpr (kRounds<Tag>) RoundToTf32(word);

@@ -1,5 +1,5 @@
-// The parameter block of few_channels, and what its plans and kernels agree on. Plain data, made on
-// the host without CUDA headers.
+// The parameter block of few_channels, and constants shared by plans and kernels. Plain data,
+// created on the host without CUDA headers.
 #ifndef JAXCONV_CUDA_FEW_CHANNELS_PARAMS_H_
 #define JAXCONV_CUDA_FEW_CHANNELS_PARAMS_H_
 
@@ -14,15 +14,15 @@ inline constexpr int kThreads = 128;
 // wgrad: pixels of y of a tile; fprop, wgrad: output channels.
 inline constexpr int kTilePixels = 128;
 inline constexpr int kTileChannels = 64;
-// Pairs of elements that a thread keeps on their way from global to shared memory.
+// Pairs of elements that a thread holds in registers between global and shared memory.
 inline constexpr int kPairsInFlight = 4;
-// fprop: bytes of shared memory in which a warp transposes 16 pixels of a tile's channels; a plain
-// tile of float32 is stored without.
+// fprop: bytes of shared memory in which a warp transposes 16 pixels of a tile's channels. Plain
+// float32 tiles do not use it.
 inline constexpr int kStagingBytes = 16 * kTileChannels * 2;
 // Bytes of a k-block (8 words) of a filter of 64 columns in shared memory.
 inline constexpr int kFilterBlockBytes = 8 * kTileChannels * 4;
-// dgrad: pixels of a tile, and floats from one pixel of z to the next: a distance at which eight
-// pixels of four pairs meet no bank twice.
+// dgrad: pixels of a tile, and the distance in floats between pixels of z, at which eight pixels of
+// four pairs have no bank conflicts.
 inline constexpr int kDgradPixels = 256;
 constexpr int DgradPitch(int z_columns) { return (z_columns + 7) / 16 * 16 + 8; }
 
@@ -44,9 +44,9 @@ struct Params {
   // wgrad: elements of all batches' filters.
   int64_t out_elements = 0;
 
-  // The grid: x runs over tiles of pixels, CTA b processing tiles b, b + gridDim.x, ... (wgrad: one
-  // CTA a slice); y over the parts of the other extent (column_parts, in wgrad times row_parts) and
-  // the batch.
+  // The grid: x runs over tiles of pixels, and CTA b processes tiles b, b + gridDim.x, ... (wgrad:
+  // one CTA for each slice). y runs over the parts of the other extent (column_parts, in wgrad
+  // times row_parts) and over the batch.
   int32_t tiles = 1;  // of one batch
   FastDivmod tiles_across, tiles_down;
   FastDivmod column_parts, row_parts;
@@ -60,34 +60,34 @@ struct Params {
   int32_t log2_spread = 0;
   // The halo tile: the part of the gathered tensor that a tile needs, in shared memory.
   int32_t halo_rows = 1;
-  // fprop, wgrad: a row of it begins halo_lead elements (0 or 1, of chunks of 16 bytes 0 to 7)
-  // before the tile's first one, so that pairs (chunks) lie in memory as in the halo tile; a pass
-  // of the CTA's threads copies a pair (chunk) each.
+  // fprop, wgrad: a row of the halo tile begins halo_lead elements (pairs: 0 or 1, 16-byte chunks:
+  // 0 to 7) before the tile's first element, so that pairs (chunks) are aligned in memory as in the
+  // halo tile. In each pass every thread of the CTA copies one pair (chunk).
   int32_t halo_lead = 0;
   int32_t halo_words = 0;      // rows of x are whole pairs
-  int32_t word_copies = 0;     // float32: rows of x are no whole chunks, words take their place
+  int32_t word_copies = 0;     // float32: rows of x are not whole chunks; words are copied
   FastDivmod halo_row_divmod;  // by the pairs (chunks) of a row
   int32_t rows_per_pass = 0, pairs_per_pass = 0;
   int32_t halo_pairs = 0;        // of all its rows
   int32_t blocks_per_fetch = 1;  // k-blocks that a warp multiplies while a part of a halo arrives
-  int32_t halo_spare = 0;        // wgrad: an element of the halo tile that nobody reads
+  int32_t halo_spare = 0;        // wgrad: an unused element of the halo tile
   FastDivmod c_divmod, row_stride_divmod, column_stride_divmod;
-  int32_t pitch = 0;       // elements of a halo row; wgrad: of one channel and residue of it
-  int32_t copy_bytes = 0;  // distance of the copy that is shifted by one element; 0: there is none
+  int32_t pitch = 0;       // elements of a halo row; wgrad: of one channel and residue
+  int32_t copy_bytes = 0;  // distance of the copy that is shifted by one element; 0: none
   int32_t halo_bytes = 0;
-  // fprop: the reduction is runs of neighbouring elements of a halo row, each padded to words of 4
-  // bytes, which begin run_lead (0 or 1) elements in front of it.
+  // fprop: the reduction consists of runs of neighbouring elements of a halo row. Each run is
+  // padded to words of 4 bytes, which begin run_lead (0 or 1) elements before the run.
   int32_t runs = 1, run_elements = 1, runs_of_row = 1, run_lead = 0;
   FastDivmod words_of_run;
   int32_t k_blocks = 1;  // of 8 words of the reduction, in dgrad of channels of dy
-  // dgrad: pixel of dy in the first row (column) of the first tile's halo.
+  // dgrad: the first row (column) of dy in the first tile's halo.
   int32_t first_row = 0, first_column = 0;
-  int32_t row_period = 1, column_period = 1;  // taps of one residue of dx lie that far apart
+  int32_t row_period = 1, column_period = 1;  // distance between the taps of one residue of dx
   int32_t z_step = 0;                         // floats of z between the terms of a sum
   EpilogueParams epilogue;
 };
 
-// What a launch needs beside the kernel's parameters. The parameter block of a plan.
+// The parameter block of a plan: the kernel's parameters and what a launch needs in addition.
 struct LaunchParams {
   Params kernel;
   int64_t shared_bytes = 0;

@@ -18,8 +18,8 @@
 namespace jaxconv::few_channels {
 namespace {
 
-// An SM of an H100 (228 KB) then holds at least two CTAs, of an A100 (164 KB) at least one, with
-// 16-bit elements. Those of float32 may take twice as much.
+// With 16-bit elements at least two CTAs fit on an SM of an H100 (228 KB), and at least one on an
+// SM of an A100 (164 KB). float32 may take twice as much.
 constexpr int64_t kMaxSharedBytes = 100 * 1024;
 constexpr int64_t kMaxHaloElements = kMaxSharedBytes / 2;
 constexpr int64_t kReservedBytesOfCta = 1024;
@@ -27,12 +27,11 @@ constexpr int64_t kMaxWorkspaceBytes = 64'000'000;
 constexpr int64_t kMaxGridY = 65535;
 constexpr int64_t kMostChunkChannels = 16;
 
-// Fitted on an H200, as all constants of CyclesOfTile, to 70 timings, within 10 %
-// (docs/notes/few_channels.md).
-// It runs at 1.75 of its 1.97 GHz under this load.
+// Like all constants of CyclesOfTile, fitted to 70 timings on an H200, within 10 %
+// (docs/notes/few_channels.md). Under this load the H200 runs at 1.75 instead of 1.97 GHz.
 constexpr double kClockShare = 0.888325;
-// Of a kernel's start, beside gpu.launch_us: the fit counts in CyclesOfTile what is more than 0.857
-// us of it.
+// Added to gpu.launch_us. The fit attributes 0.857 us to the launch; the rest of a kernel's start
+// is part of CyclesOfTile.
 constexpr double kStartUs = -0.842857;
 // Share of the GPU's DRAM rate.
 constexpr double kDramShare = 0.716528;
@@ -48,7 +47,7 @@ Axis MakeAxis(const ConvProblem& problem, int a) {
   axis.out = static_cast<int32_t>(problem.out[a]);
   axis.filter = static_cast<int32_t>(problem.filter[a]);
   axis.stride = static_cast<int32_t>(problem.stride[a]);
-  // One tap has no distance to the next.
+  // With one tap the dilation has no meaning.
   axis.dilation = static_cast<int32_t>(problem.filter[a] > 1 ? problem.dilation[a] : 1);
   axis.pad = static_cast<int32_t>(problem.pad_lo[a]);
   return axis;
@@ -59,7 +58,8 @@ Status HaloTooLarge() {
                                " elements");
 }
 
-// Bytes of `elements` as they are copied, twice if `twice`; the copies' banks differ by half.
+// The bytes of `elements` in shared memory, doubled if `twice`; the banks of the two copies differ
+// by half.
 Status SetHaloBytes(int64_t elements, int64_t width, bool twice, Params* params) {
   if (elements > kMaxHaloElements) return HaloTooLarge();
   const int64_t bytes = RoundUp(elements * width + 16, 128);
@@ -68,14 +68,14 @@ Status SetHaloBytes(int64_t elements, int64_t width, bool twice, Params* params)
   return {};
 }
 
-// k-blocks of a warp for each part in which the next halo is fetched.
+// The number of k-blocks of a warp for each part of the next halo.
 int32_t BlocksOfFetch(int64_t k_blocks, const Params& params) {
   constexpr int64_t kPairsOfFetch = int64_t{kPairsInFlight} * kThreads;
   return static_cast<int32_t>(CeilDiv(k_blocks, CeilDiv(params.halo_pairs, kPairsOfFetch)));
 }
 
-// The loads that a warp's load of words becomes: `lanes` lanes that lie `step` words apart, each
-// with `words` neighbouring words.
+// The number of wavefronts of a warp's load of words: `lanes` groups of lanes that are `step` words
+// apart, each with `words` neighbouring words.
 int BankConflicts(int64_t lanes, int64_t words, int64_t step) {
   std::array<std::set<int64_t>, 32> of_bank;
   size_t most = 0;
@@ -90,8 +90,8 @@ int BankConflicts(int64_t lanes, int64_t words, int64_t step) {
   return static_cast<int>(most);
 }
 
-// float32: how far apart the lanes' pixels are (SpreadPixel), among the pixels of two blocks of 16
-// in fprop, where those lie side by side, and of one in wgrad.
+// float32: chooses the distance between the pixels of lanes (SpreadPixel), within one block of 16
+// pixels in wgrad, and within two in fprop if they are neighbours.
 void SpreadPixels(bool wgrad, Tiling* tiling) {
   Params& params = tiling->params;
   const int64_t window = int64_t{params.columns.stride} * params.c;
@@ -106,7 +106,7 @@ void SpreadPixels(bool wgrad, Tiling* tiling) {
   }
 }
 
-// fprop and wgrad: the shape of a tile of so many pixels that copies least in all.
+// fprop and wgrad: the shape of a tile of `pixels` pixels with the fewest copies in total.
 Status ShapeTile(const ConvProblem& problem, int64_t pixels, bool by_chunks, Tiling* tiling) {
   Params& params = tiling->params;
   int64_t row_elements = 0;
@@ -121,7 +121,7 @@ Status ShapeTile(const ConvProblem& problem, int64_t pixels, bool by_chunks, Til
     const int64_t down = CeilDiv(params.rows.out, rows);
     const int64_t across = CeilDiv(params.columns.out, columns);
     const int64_t elements = halo_rows * halo_columns * problem.c;
-    // A pixel's row of y is worth about 16 elements of x.
+    // A pixel of y costs about as much as 16 elements of x.
     const double work =
         static_cast<double>(down * across) * static_cast<double>(elements + pixels * 16);
     if (work >= least) continue;
@@ -136,8 +136,8 @@ Status ShapeTile(const ConvProblem& problem, int64_t pixels, bool by_chunks, Til
     tiling->halo_elements = elements;
   }
   if (least == HUGE_VAL || tiling->halo_elements > kMaxHaloElements) return HaloTooLarge();
-  // A tile's first column is a multiple of 16, so all tiles begin at the same place in a pair, and
-  // in a chunk.
+  // The first column of a tile is a multiple of 16, so all tiles begin at the same position within
+  // a pair and within a chunk.
   const bool words = tiling->width == 4;  // or pairs of 16-bit elements
   params.word_copies = words && !by_chunks;
   if (words) SpreadPixels(problem.op == Op::kWgrad, tiling);
@@ -153,9 +153,9 @@ Status ShapeTile(const ConvProblem& problem, int64_t pixels, bool by_chunks, Til
   return {};
 }
 
-// Copies by chunks: rows of x are whole chunks, and words hold the same halves of all windows. From
-// one pixel's channels to the next there are few bytes: eight pixels that lie 128 bytes apart meet
-// in the same banks.
+// Copies by chunks need rows of x of whole chunks, and windows an even number of elements apart, so
+// that all begin in the same half of a word. Pixels must have few channels: eight pixels that are
+// 128 bytes apart share banks.
 Status CheckChunks(const Params& params, int64_t width) {
   if (params.c > kMostChunkChannels) {
     return Status::Unimplemented("copies of 16 bytes: expected at most " +
@@ -169,8 +169,8 @@ Status CheckChunks(const Params& params, int64_t width) {
       "of elements apart");
 }
 
-// Whether the halo tile is copied by chunks of 16 bytes: 16-bit instances with _chunks do so or
-// refuse; others of float32 wherever they can.
+// Whether the halo tile is copied by chunks of 16 bytes. 16-bit instances with _chunks do so or
+// refuse; float32 instances do so if they can.
 Status ChooseChunks(const Instance& instance, const Tiling& tiling, bool* by_chunks) {
   *by_chunks = instance.by_chunks;
   if (tiling.width == 4) {
@@ -180,7 +180,7 @@ Status ChooseChunks(const Instance& instance, const Tiling& tiling, bool* by_chu
   return instance.by_chunks ? CheckChunks(tiling.params, tiling.width) : Status();
 }
 
-// The runs of neighbouring elements that make a window.
+// The runs of neighbouring elements of a window.
 Status MakeRuns(bool by_chunks, int64_t width, Params* params) {
   const bool whole_rows = params->columns.dilation == 1;
   if (!whole_rows && width == 2 && params->c % 2 != 0) {
@@ -189,13 +189,13 @@ Status MakeRuns(bool by_chunks, int64_t width, Params* params) {
   params->runs_of_row = whole_rows ? 1 : params->columns.filter;
   params->runs = params->rows.filter * params->runs_of_row;
   params->run_elements = whole_rows ? params->columns.filter * params->c : params->c;
-  // Windows that all begin in the middle of a pair begin with its first half.
+  // If all windows begin in the middle of a pair, runs begin with the first half of this pair.
   params->run_lead = by_chunks && width == 2 ? params->halo_lead % 2 : 0;
   params->words_of_run = FastDivmod(CeilDiv((params->run_lead + params->run_elements) * width, 4));
   return {};
 }
 
-// k-blocks of 8 words; three TF32 products take them in runs of two.
+// k-blocks of 8 words; three TF32 products process them in runs of two.
 int64_t BlocksOfRuns(const Tiling& tiling, int64_t k_blocks) {
   return tiling.three_tf32 ? RoundUp(k_blocks, 2) : k_blocks;
 }
@@ -226,12 +226,13 @@ Status TileFprop(const Instance& instance, const ConvProblem& problem, Tiling* t
   return {};
 }
 
-// wgrad: the halo tile by channel and by residue of the column modulo the stride.
+// wgrad: the halo tile sorted by channel and by the column modulo the stride.
 Status SortHalo(const ConvProblem& problem, Params* params) {
   const Axis& columns = params->columns;
   const int64_t most =
       params->tile_columns - 1 + int64_t{columns.filter - 1} * columns.dilation / columns.stride;
-  // 4 words beyond a multiple of 8: neighbouring rows of the filter meet few banks twice.
+  // 4 words more than a multiple of 8, so that neighbouring rows of the filter have few bank
+  // conflicts.
   params->pitch = static_cast<int32_t>((most + 2 + 7) / 16 * 16 + 8);
   bool odd = false;
   for (int64_t s = 0; s < columns.filter && !odd; ++s) {
@@ -240,7 +241,7 @@ Status SortHalo(const ConvProblem& problem, Params* params) {
   const int64_t row_elements = problem.c * columns.stride * params->pitch;
   const int64_t elements = params->halo_rows * row_elements;
   JAXCONV_RETURN_IF_ERROR(SetHaloBytes(elements, 2, odd, params));
-  // Behind the last row, whichever row it is counted from.
+  // Beyond the last row, from whichever row it is addressed.
   params->halo_spare = static_cast<int32_t>(row_elements - 1);
   return {};
 }
@@ -290,10 +291,10 @@ Status TileDgrad(const Instance& instance, const ConvProblem& problem, Tiling* t
   double least = HUGE_VAL;
   for (int32_t log2_across = 0; log2_across <= 3; ++log2_across) {
     const int64_t block_rows = 16 >> log2_across, pixels = int64_t{16} << log2_across;
-    // A warp's rows are four apart where it has several.
+    // If a warp has several rows, they are four apart.
     if (log2_across < 2 && 4 % rows.stride != 0) continue;
     const int64_t tile_rows = block_rows / rows.stride * rows.stride;
-    // The columns of dx whose pixels of dy all lie among `pixels`.
+    // The columns of dx that need no pixels of dy outside `pixels`.
     const int64_t most =
         ((pixels + first_column) * columns.stride - columns.pad) / columns.stride * columns.stride;
     if (tile_rows == 0 || (pixels + first_column) * columns.stride - columns.pad < columns.stride) {
@@ -327,7 +328,7 @@ Status TileDgrad(const Instance& instance, const ConvProblem& problem, Tiling* t
   const int64_t blocks_n = instance.extent / 8;
   const int64_t z_pitch = DgradPitch(static_cast<int>(instance.extent));
   const int64_t z_bytes = kDgradPixels * z_pitch * 4;
-  // Pixels of dy between the terms; more than a tile has where a tile's sums have one term each.
+  // Pixels of dy between the terms of a sum; more than a tile has if each sum has one term.
   const int64_t term_pixels = int64_t{columns.dilation} * params.column_period / columns.stride;
   params.z_step = static_cast<int32_t>(params.column_period * problem.c - term_pixels * z_pitch);
   params.halo_bytes =
@@ -339,8 +340,9 @@ Status TileDgrad(const Instance& instance, const ConvProblem& problem, Tiling* t
   return {};
 }
 
-// Narrow outputs: of stride 1, y of few channels is the data gradient of an x of few channels and
-// the reversed filter, dx of a dy of few channels is such an x's y, and dw has x and dy exchanged.
+// Narrow outputs at stride 1. With the filter reversed, fprop to few channels is the dgrad of a
+// problem with few input channels, and dgrad from few channels is its fprop. wgrad exchanges x and
+// dy.
 Status Mirror(const ConvProblem& problem, ConvProblem* mirrored) {
   *mirrored = problem;
   mirrored->op = problem.op == Op::kFprop   ? Op::kDgrad
@@ -392,13 +394,13 @@ Status MakeTiling(const Instance& instance, const ConvProblem& problem, const Gp
   return {};
 }
 
-// CTAs that an SM holds at a time.
+// The number of CTAs that fit on an SM.
 int64_t CtasOfSm(const Instance& instance, const Tiling& tiling, const Gpu& gpu) {
   return std::min(instance.ctas_per_sm, (gpu.smem_per_block_optin + kReservedBytesOfCta) /
                                             (tiling.shared_bytes + kReservedBytesOfCta));
 }
 
-// wgrad sums through the workspace even in one slice: there is one way to store the sums.
+// wgrad stores sums to the workspace even with one slice, so that there is only one form of store.
 int64_t WorkspaceBytes(const ConvProblem& problem, int64_t slices) {
   return problem.op == Op::kWgrad ? slices * problem.w_elements() * int64_t{sizeof(float)} : 0;
 }
@@ -447,7 +449,7 @@ Status MakePlan(const KernelDesc& kernel, const ConvProblem& asked, const Gpu& g
     return Status::InvalidArgument("slices: expected 1 to " + std::to_string(most_slices) +
                                    ", got " + std::to_string(slices));
   }
-  // As many CTAs as the GPU holds at a time.
+  // As many CTAs as fit on the GPU at a time.
   const int64_t slots = gpu.sm_count * CtasOfSm(instance, tiling, gpu) / tiling.grid_y;
   int64_t ctas = std::clamp<int64_t>(slots, 1, tiles);
   if (wgrad) {
@@ -471,7 +473,7 @@ Status MakePlan(const KernelDesc& kernel, const ConvProblem& asked, const Gpu& g
 PlanFunction PlanOf(const Instance&) { return MakePlan; }
 PlanFunction PlanOf(const RowsInstance&) { return PlanRows; }
 PlanFunction PlanOf(const RowPairsInstance&) { return PlanRowPairs; }
-// The last compute capability of an instance, and the first.
+// The last and first compute capability of an instance.
 int LastOf(const Instance&) { return 1000; }
 int LastOf(const RowsInstance&) { return 90; }
 int FirstOf(const Instance&) { return 80; }

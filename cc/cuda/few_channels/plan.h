@@ -14,7 +14,7 @@ namespace jaxconv::few_channels {
 // The instances of kernels.def, in its order.
 std::vector<KernelDesc> Kernels();
 
-// What all instances ask of a problem, of narrow outputs of the mirrored one.
+// The conditions of all instances; for narrow outputs, on the mirrored problem.
 Status CheckImages(const KernelDesc& kernel, const ConvProblem& problem);
 
 }  // namespace jaxconv::few_channels

@@ -2,24 +2,24 @@
 // dy[n, (h + pad - r) / 2, (w + pad - s) / 2, k] w[r, s, c, k], for at most four input channels and
 // 64 output channels.
 //
-// A row h with h + pad = 2 a has the even filter rows, on rows a, a - 1, ... of dy; the row before
-// it the odd ones, on rows a - 1, a - 2, ... Both are computed together:
+// A row h with h + pad = 2 a uses the even filter rows, on rows a, a - 1, ... of dy; the row before
+// it uses the odd filter rows, on rows a - 1, a - 2, ... Both are computed together:
 //
 //     1  z[class, (s, c), q] = sum over r, k of w[r, s, c, k] dy[a - j, q, k]    wgmma, float32
 //     2  dx[class, w, c]     = sum over s of z[class, (s, c), q(w, s)]           from shared memory
 //
-// GEMM: rows are (class, s, c), 32 for each class, columns 112 pixels of a row of dy, the reduction
-// runs over k and the rows of dy. The even filter row 0 lies on a row of dy that the odd class has
-// no tap for. It has accumulators of its own: zeros in its place would multiply gradients, and a
-// NaN would reach pixels that no window connects with it. Columns outside dy are set to zero in z,
-// rows outside it left out.
+// GEMM: rows are (class, s, c), 32 for each class; columns are 112 pixels of a row of dy; the
+// reduction runs over k and the rows of dy. Filter row 0 meets a row of dy for which the odd class
+// has no tap, so it has separate accumulators: zeros for the odd class would be multiplied by
+// gradients, and a NaN would reach pixels that share no window with it. Columns outside dy are set
+// to zero in z; rows outside dy are skipped.
 //
 // Tile: a pair of rows of dx. A CTA has consecutive pairs, and a ring of rows of dy, which TMA
-// fills; each row is read for all pairs it belongs to. Two warpgroups take the pairs in turn, with
-// the filter in registers. Registers: 2 x 56 accumulators, 64 words of the filter, at most 224.
-// Shared memory: z of each warpgroup (30 KB), eight rows of dy of 14 KB.
+// fills; each row is loaded once for all its pairs. Two warpgroups alternate in pairs, with the
+// filter in registers. Registers: 2 x 56 accumulators, 64 words of the filter, at most 224. Shared
+// memory: z of each warpgroup (30 KB), eight rows of dy of 14 KB.
 //
-// Who waits for whom: a consumer waits for the rows of its pair, gives back those that its next one
+// Synchronisation: a consumer waits for the rows of its pair, releases those that its next pair
 // does not need, and stores z, which its threads sum between two barriers.
 //
 // Refuses: strides other than 2, dilation, other filters than 7x7, more than 64 output channels or
@@ -49,9 +49,9 @@ namespace jaxconv::few_channels {
 inline constexpr int kGradientRowBytes = kRowPixels * 128;
 inline constexpr int kPairsThreads = (kRowConsumers + 1) * 128;
 
-// Sums the terms of two neighbouring pixels, from `column` on, of row h and the one before it, and
-// stores what lies inside dx: `from` is z where the second pixel's filter column 0 lies, `to` row
-// h.
+// Sums the terms of two neighbouring pixels, from `column` on, of row h and the row before it, and
+// stores the pixels inside dx. `from` is the element of z for filter column 0 of the second pixel;
+// `to` is row h.
 template <int kChannels, int kFilterColumns, typename T>
 __device__ __forceinline__ void StoreSums(const PairsParams& params, const float* from, T* to,
                                           int32_t h, int32_t column) {
@@ -99,7 +99,7 @@ __global__ void __launch_bounds__(kPairsThreads, 1)
     RowPairsKernel(const __grid_constant__ PairsParams params,
                    const __grid_constant__ CUtensorMap dy_map) {
   using T = typename Tag::T;
-  constexpr int kShared = Tag::kFilterRows / 2;  // rows of dy that both classes have taps on
+  constexpr int kShared = Tag::kFilterRows / 2;  // rows of dy with taps of both classes
   constexpr int kWindow = kShared + 1;
   constexpr int kSteps = kRowChannels / 16;
   extern __shared__ __align__(1024) unsigned char shared[];
@@ -139,7 +139,7 @@ __global__ void __launch_bounds__(kPairsThreads, 1)
   RaiseRegisters<232>();
   const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, warp = threadIdx.x / 32 % 4;
   const bool odd = warp >= 2;  // the class of this warp's rows
-  // Of the rows of dy from the first on; the last has filter row 0.
+  // For the rows of dy in order; the last has filter row 0.
   uint32_t a[kWindow][kSteps][4];
   {
     const T* w = static_cast<const T*>(params.w) + blockIdx.y * params.w_batch;
@@ -199,7 +199,7 @@ __global__ void __launch_bounds__(kPairsThreads, 1)
         }
       }
       WgmmaCommit();
-      NamedBarrierSync(barrier, 128);  // nobody reads the z before this one
+      NamedBarrierSync(barrier, 128);  // the previous z has been read
       WgmmaWait<0>();
       if (i + 2 < band.count) reader.FreeUntil(row + i + 2);
       if (any == 0) {
@@ -225,7 +225,7 @@ __global__ void __launch_bounds__(kPairsThreads, 1)
       }
       NamedBarrierSync(barrier, 128);
       if (q_first < 0 || q_first + kRowPixels > params.dy_columns) {
-        // Columns outside dy: zeros times an infinite weight are NaN.
+        // Columns outside dy: zero times an infinite weight would be NaN.
         const bool behind = threadIdx.x % 128 >= kZLines;
         const int outside = behind ? max(0, params.dy_columns - q_first) : 0;
         const int inside = behind ? kRowPixels : min(kRowPixels, -q_first);
@@ -234,7 +234,7 @@ __global__ void __launch_bounds__(kPairsThreads, 1)
         }
         NamedBarrierSync(barrier, 128);
       }
-      // A thread's pair of pixels: u = its second pixel's q of filter column 0.
+      // A thread's pair of pixels: u = q of filter column 0 for its second pixel.
       const auto of_strip = static_cast<int32_t>(threadIdx.x % 128);
       const int32_t u = params.first_pair_column + u_first + of_strip;
       if (of_strip < min(params.strip_columns, params.pair_columns - u_first)) {

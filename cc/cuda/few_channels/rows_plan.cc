@@ -46,7 +46,7 @@ Status CheckRows(const RowsInstance& instance, const ConvProblem& problem) {
   return {};
 }
 
-// Shared memory, the grid, and the time of rows that take so many cycles each.
+// Sets shared memory, the grid and the predicted time, for rows of `cycles` cycles each.
 template <class Params>
 Status Finish(const ConvProblem& problem, const Gpu& gpu, int64_t parts, double cycles_of_row,
               Params* params, Plan* plan) {
@@ -91,7 +91,7 @@ Status PlanRowPairs(const KernelDesc& kernel, const ConvProblem& problem, const 
   params->dy_columns = static_cast<int32_t>(problem.out[2]);
   params->pad_rows = static_cast<int32_t>(problem.pad_lo[1]);
   params->pad_columns = static_cast<int32_t>(problem.pad_lo[2]);
-  // The pair a has rows 2 a - pad and the one before it.
+  // Pair a consists of row 2 a - pad and the row before it.
   const int64_t row = FloorDiv(problem.pad_lo[1] + 1, 2);
   const int64_t rows = FloorDiv(problem.in[1] + problem.pad_lo[1], 2) - row + 1;
   const int64_t column = FloorDiv(problem.pad_lo[2] + 1, 2);
@@ -99,7 +99,7 @@ Status PlanRowPairs(const KernelDesc& kernel, const ConvProblem& problem, const 
   params->first_row = static_cast<int32_t>(row);
   params->first_pair_column = static_cast<int32_t>(column);
   params->pair_columns = static_cast<int32_t>(columns);
-  // One strip where all of dy's columns fit; else each has the columns of dy that its windows
+  // One strip if all columns of dy fit. Otherwise a strip has the columns of dy that its windows
   // reach.
   const int64_t reach = instance.filter_columns / 2;
   const bool one = problem.out[2] <= kRowPixels && columns <= 128 && column - reach >= -kZLead &&
@@ -114,7 +114,7 @@ Status PlanRowPairs(const KernelDesc& kernel, const ConvProblem& problem, const 
   params->whole_words = problem.pad_lo[2] % 2 != 0 && problem.in[2] * problem.c % 2 == 0 ? 1 : 0;
   params->shared_bytes =
       kPairSlots * kRowPixels * 128 + kRowConsumers * kZFloats * int64_t{sizeof(float)};
-  // The columns outside dy of strips at the border are set to zero in z.
+  // Strips at the border set the columns outside dy to zero in z.
   const double cycles = strips > 1 ? 2380 : 1970;
   JAXCONV_RETURN_IF_ERROR(Finish(problem, gpu, 1, cycles, params.get(), plan));
   plan->kernel = &kernel;
@@ -148,7 +148,8 @@ Status PlanRows(const KernelDesc& kernel, const ConvProblem& problem, const Gpu&
   const int64_t parts = CeilDiv(problem.k, kRowChannels);
   params->column_parts = FastDivmod(parts);
   params->w_batch = problem.w_elements() / problem.batch;
-  // All strips begin at the same place in a chunk: kStripPixels pixels are whole ones.
+  // All strips begin at the same position within a chunk, because kStripPixels pixels are whole
+  // chunks.
   params->lead = static_cast<int32_t>((8 - problem.pad_lo[2] * problem.c % 8) % 8);
   const int64_t pairs = int64_t{instance.planes()} * instance.plane_chunks();
   params->raw_chunks = static_cast<int32_t>(CeilDiv(params->lead + pairs * 2 * problem.c + 2, 8));
@@ -156,8 +157,8 @@ Status PlanRows(const KernelDesc& kernel, const ConvProblem& problem, const Gpu&
   params->shared_bytes =
       instance.first_bytes() + int64_t{instance.ring_pairs()} * 2 * instance.row_bytes() +
       int64_t{instance.producers()} * instance.raw_pairs() * 32 * params->raw_chunks;
-  // Of a row of y: what the warpgroups do around the products, its products, of 112 columns 46
-  // cycles, and at stride 4 the second pair of rows of x.
+  // Cycles of a row of y: the work around the products, 46 for each product of 112 columns, and at
+  // stride 4 the second pair of rows of x.
   const int64_t products = instance.filter_rows * ((instance.filter_columns + 3) / 4);
   const double columns = static_cast<double>(instance.pixels()) / kRowPixels;
   const double cycles = 610 + 46.0 * static_cast<double>(products) * columns +

@@ -12,50 +12,52 @@
 
 namespace jaxconv::few_channels {
 
-// row_pairs_sm90.cuh: columns of dy of a wgmma. Both: output channels of a CTA, warpgroups.
+// kRowPixels: columns of dy in a wgmma of row_pairs_sm90.cuh. Both kernels: output channels of a
+// CTA, consumer warpgroups.
 inline constexpr int kRowPixels = 112;
 inline constexpr int kRowChannels = 64;
 inline constexpr int kRowConsumers = 2;
 inline constexpr int kPairSlots = 8;  // row_pairs_sm90.cuh: rows of dy in the ring
-// rows_sm90.cuh: pixels of x that the windows of a row of y begin in.
+// rows_sm90.cuh: pixels of x in which the windows of a row of y begin.
 inline constexpr int kStripPixels = 224;
 
-// A line of kernels.def, of rows_sm90.cuh or row_pairs_sm90.cuh, and what it makes of
-// rows_sm90.cuh. A chunk is 16 bytes, a pair of pixels with four channels each.
+// A line of kernels.def for rows_sm90.cuh or row_pairs_sm90.cuh, and the shape of rows_sm90.cuh
+// that follows from it. A chunk is 16 bytes: a pair of pixels with four channels each.
 struct RowsInstance {
   int32_t filter_rows, filter_columns, stride = 2;
 
   // Outputs of a row, the columns of a wgmma.
   JAXCONV_HOST_DEVICE constexpr int32_t pixels() const { return kStripPixels / stride; }
   JAXCONV_HOST_DEVICE constexpr int32_t window_pairs() const { return (filter_columns + 1) / 2; }
-  // Windows begin so many chunks apart. Chunk j of all windows lies in plane j % planes, in which
-  // those of neighbouring windows are neighbours.
+  // The distance between windows in chunks. Chunk j of every window is stored in plane j % planes,
+  // so that the chunks of neighbouring windows are neighbours.
   JAXCONV_HOST_DEVICE constexpr int32_t planes() const { return stride / 2; }
   JAXCONV_HOST_DEVICE constexpr int32_t plane_chunks() const {
     return pixels() + (window_pairs() + planes() - 1) / planes() - 1;
   }
-  // Chunks from one plane to the next. Neighbouring chunks of two planes meet no bank twice.
+  // The distance between planes in chunks. Neighbouring chunks of two planes have no bank
+  // conflicts.
   JAXCONV_HOST_DEVICE constexpr int32_t pitch() const {
     return planes() == 1 ? plane_chunks() : (plane_chunks() + 3) / 8 * 8 + 4;
   }
-  // A row of the ring: its planes, and where windows end in the middle of a chunk, the plane of
-  // their last chunks once more, with zeros for the second pixel.
+  // A row of the ring: its planes and, if windows end in the middle of a chunk, a second copy of
+  // the plane of their last chunks with zeros for the second pixel.
   JAXCONV_HOST_DEVICE constexpr int32_t row_bytes() const {
     return 16 * pitch() * (planes() + filter_columns % 2);
   }
   JAXCONV_HOST_DEVICE constexpr int32_t ring_pairs() const {
     return 8 * planes();
   }  // of image rows
-  // Warpgroups that copy rows, and pairs of image rows as they lie in x, of each of them.
+  // Warpgroups that copy rows, and the number of pairs of unmodified image rows that each holds.
   JAXCONV_HOST_DEVICE constexpr int32_t producers() const {
     return filter_rows < 5 || stride > 2 ? 2 : 1;
   }
   JAXCONV_HOST_DEVICE constexpr int32_t raw_pairs() const { return producers() == 2 ? 4 : 6; }
-  // A staged row of y, whole matrices of 16 pixels.
+  // A staged row of y, in whole matrices of 16 pixels.
   JAXCONV_HOST_DEVICE constexpr int32_t staged_bytes() const {
     return (pixels() + 15) / 16 * 16 * kRowChannels * 2;
   }
-  // The staged rows' place, through which the filter passes.
+  // The place of the staged rows; the filter passes through it first.
   JAXCONV_HOST_DEVICE constexpr int32_t first_bytes() const {
     const int32_t filter_bytes = filter_rows * filter_columns * 4 * kRowChannels * 2;
     const int32_t staged = kRowConsumers * staged_bytes();
@@ -74,20 +76,21 @@ struct RowsParams {
   int32_t in_rows = 1, row_elements = 8;  // of x
   int32_t out_columns = 1;
   int32_t pad_rows = 0, pad_columns = 0;
-  int32_t units = 1;            // rows of y, a strip wide, of a batch
+  int32_t units = 1;            // rows of y in strips, of one batch
   FastDivmod out_rows, strips;  // rows of y; strips across
   FastDivmod column_parts;      // of kRowChannels output channels
   int32_t batch_images = 1;     // images of a batch
   int64_t w_batch = 0;          // elements of a batch's filter
-  // A row as it lies in x begins with the chunk of the tile's first element, lead elements earlier.
+  // An unmodified row begins with the chunk that contains the tile's first element, lead elements
+  // before this element.
   int32_t lead = 0, raw_chunks = 1;
   EpilogueParams epilogue;
   int64_t shared_bytes = 0;
   int64_t grid_x = 1, grid_y = 1;
 };
 
-// row_pairs_sm90.cuh: lines of z, floats from one to the next (banks of four lines differ), and
-// those in front of its first column; the ones around its columns stay zero.
+// row_pairs_sm90.cuh: lines of z, the distance between lines in floats (four lines use different
+// banks), and the floats before the first column. The floats around the columns stay zero.
 inline constexpr int kZLines = 64, kZPitch = 120, kZLead = 4;
 inline constexpr int kZFloats = kZLines * kZPitch;
 
@@ -95,18 +98,18 @@ inline constexpr int kZFloats = kZLines * kZPitch;
 struct PairsParams {
   const void* w = nullptr;
   void* dx = nullptr;
-  int32_t images = 1, batch_images = 1;  // of all batches, and of one
+  int32_t images = 1, batch_images = 1;  // of all batches; of one batch
   int64_t w_batch = 0;
   int32_t c = 1, k = 8;
   int32_t in_rows = 1, in_columns = 1, dy_rows = 1, dy_columns = 1;
   int32_t pad_rows = 0, pad_columns = 0;
-  int32_t units = 1;  // pairs of rows of dx, a strip wide, of a batch
+  int32_t units = 1;  // pairs of rows of dx in strips, of one batch
   FastDivmod out_rows, strips;
-  // A pair of rows (columns) is named after the row (column) of dy that tap 0 of its second one
-  // lies on. first_row, first_pair_column: of the first pair; first_column: the first column of dy
-  // of the first strip.
+  // The number of a pair of rows (columns) is the row (column) of dy under tap 0 of its second row
+  // (column). first_row, first_pair_column: the number of the first pair; first_column: the first
+  // column of dy in the first strip.
   int32_t first_row = 0, first_pair_column = 0, first_column = 0;
-  int32_t pair_columns = 1, strip_columns = 1;  // pairs of a row, and of a strip
+  int32_t pair_columns = 1, strip_columns = 1;  // pairs in a row, and in a strip
   int32_t whole_words = 0;                      // pairs of pixels begin at multiples of 4 bytes
   int64_t shared_bytes = 0;
   int64_t grid_x = 1, grid_y = 1;

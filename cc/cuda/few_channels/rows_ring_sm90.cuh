@@ -1,4 +1,4 @@
-// What the kernels of rows have in common: which rows a CTA has, and their ring in shared memory.
+// Shared by the kernels of rows: the rows of a CTA, and their ring in shared memory.
 #ifndef JAXCONV_CUDA_FEW_CHANNELS_ROWS_RING_SM90_CUH_
 #define JAXCONV_CUDA_FEW_CHANNELS_ROWS_RING_SM90_CUH_
 
@@ -12,7 +12,7 @@
 
 namespace jaxconv::few_channels {
 
-// Rows (pairs of rows) below each other that a CTA computes without a gap, of one strip of columns.
+// Consecutive rows (pairs of rows) in one strip of columns that a CTA computes.
 struct Band {
   int32_t image, strip, row, count;
 
@@ -25,7 +25,8 @@ struct Band {
   }
 };
 
-// Slot i % kSlots holds element i of all that a CTA loads. Every consumer gives back each.
+// Slot i % kSlots holds element i of the sequence that a CTA loads. Every consumer releases each
+// element.
 template <int kSlotBytes, int kSlots>
 struct RowRing {
   uint32_t first, barriers;
@@ -39,7 +40,7 @@ struct RowRing {
   }
   static __device__ __forceinline__ uint32_t Parity(uint32_t i) { return i / kSlots & 1; }
 
-  // The whole CTA, which synchronises afterwards.
+  // Called by the whole CTA, which must synchronise afterwards.
   __device__ __forceinline__ void Init(int writers, int readers) const {
     if (threadIdx.x != 0) return;
     for (uint32_t i = 0; i < kSlots; ++i) {
@@ -50,14 +51,14 @@ struct RowRing {
   }
 };
 
-// What a consumer, a warpgroup, has given back of the ring.
+// The elements of the ring that a consumer warpgroup has released.
 template <class Ring>
 class RowReader {
  public:
   __device__ __forceinline__ explicit RowReader(const Ring& ring)
       : ring_(ring), signals_(threadIdx.x % 128 == 0) {}
 
-  // All elements in front of `limit`, which its threads have read.
+  // Releases all elements before `limit`; the threads of the warpgroup must have read them.
   __device__ __forceinline__ void FreeUntil(uint32_t limit) {
 #pragma unroll 1
     for (; freed_ != limit; ++freed_) {
@@ -65,9 +66,9 @@ class RowReader {
     }
   }
 
-  // The same at the end of a band, of whose last kWindow elements a warpgroup may not have waited
-  // for all: an element may be given back only after it has come, and after all threads have seen
-  // it. One that is late would find the slot a round further.
+  // The same at the end of a band, where a warpgroup may not have waited for all of the last
+  // kWindow elements. An element may be released only after it has arrived and all threads have
+  // seen it; a late thread would find the slot in the next round.
   template <int kWindow>
   __device__ __forceinline__ void EndBand(uint32_t limit, int barrier) {
 #pragma unroll

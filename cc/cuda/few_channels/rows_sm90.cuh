@@ -1,35 +1,34 @@
 // few_channels, fprop of stride S = 2 or 4 by wgmma (sm_90a): y[(n,p,q), k] = sum over (r, s, c) of
 // x[n, S p + r - pad, S q + s - pad, c] w[r, s, c, k], for at most four input channels.
 //
-// GEMM: rows are output channels, columns the pixels of a row of y, the reduction runs over
-// (r, s, c). With four channels a pixel has 8 bytes, so at stride 2 the windows of neighbouring
-// outputs begin 16 bytes apart: a row of the image is a K-major matrix of core matrices as it lies,
-// 8 outputs in 128 bytes, and the next two pixels of all windows 16 bytes further. Nothing is
-// copied for each tap.
+// GEMM: rows are output channels, columns are the pixels of a row of y, the reduction runs over (r,
+// s, c). With four channels a pixel has 8 bytes, so at stride 2 the windows of neighbouring outputs
+// begin 16 bytes apart. A row of the image then is a K-major operand without copying for the taps:
+// 8 outputs are a core matrix of 128 bytes, and the next two pixels of all windows follow 16 bytes
+// later.
 //
 //     row of x      p0 p0 p0 p1 p1 p1 p2 p2 p2 ...          three channels, as in global memory
 //     chunks        |p0 0 p1 0|p2 0 p3 0|p4 0 p5 0| ...     16 bytes each; output q: chunk q on
 //     firsts        |p0 0 0  0|p2 0 0  0|p4 0 0  0| ...     a window's last chunk, of odd rows
 //
-// At stride 4 they begin two chunks apart: even chunks lie in one plane and odd ones in another,
-// where those of neighbouring windows are neighbours again.
+// At stride 4 windows begin two chunks apart. Even and odd chunks are stored in two planes, in
+// which the chunks of neighbouring windows are neighbours again.
 //
-// An odd filter row ends in the middle of a chunk. The pixel after it is no part of the window and
-// may be NaN, so the last chunk comes from a second copy that has zeros there.
+// A filter row of odd length ends in the middle of a chunk. The next pixel does not belong to the
+// window and may be NaN, so the last chunk is read from a second copy with zeros there.
 //
 // Tile: 64 channels x 112 (stride 4: 56) pixels of a row of y, one wgmma for 16 elements of the
-// reduction. A CTA has consecutive rows of y, and a ring of pairs of image rows; of each S / 2
-// pairs that follow it computes one row of y. One warpgroup or two, each every other pair, copy x
-// as it lies by cp.async and spread it to four channels; two take the rows of y in turn, with the
+// reduction. A CTA has consecutive rows of y, and a ring of pairs of image rows; each S / 2 further
+// pairs complete one row of y. One or two alternating warpgroups copy unmodified rows of x by
+// cp.async and expand them to four channels. Two other warpgroups alternate in rows of y, with the
 // filter in registers. Registers: 56 (28) accumulators, 4 words of the filter for each k-step (7x7:
 // 14, 11x11: 33). Shared memory: two staged rows of y (28 KB), through which the filter passes; the
-// ring (7x7: 59 KB, 11x11: 92 KB); rows of x as they lie.
+// ring (7x7: 59 KB, 11x11: 92 KB); unmodified rows of x.
 //
-// Who waits for whom: a consumer waits until the pairs of its window are there, and gives back
-// those that its next row does not need; each pair waits for both consumers. Consumers issue their
-// products in turn: one that is given half of the tensor core ends together with the other, and
-// both then store at the same time. Rows of y are staged with the swizzle of 128 bytes and stored
-// by TMA.
+// Synchronisation: a consumer waits for the pairs of its window, and releases those that its next
+// row does not need; the slot of a pair is free after both consumers have released it. Consumers
+// issue their products in turn. Otherwise each would get half of the tensor core's rate, and both
+// would store at the same time. Rows of y are staged with the 128-byte swizzle and stored by TMA.
 //
 // Refuses: other strides and filters than the instance's, dilation, rows of x that are not
 // multiples of 16 bytes, K not in multiples of 8, epilogues beyond scale, bias and a clamp.
@@ -58,15 +57,16 @@
 
 namespace jaxconv::few_channels {
 
-// Named barriers: 1 both consumers, 2 and 3 each of them, then their turns and the producers.
+// Named barriers: 1 for both consumers, 2 and 3 for one consumer each, then the turns and the
+// producers.
 inline constexpr int kTurnBarrier = 2 + kRowConsumers;
 inline constexpr int kProducerBarrier = kTurnBarrier + kRowConsumers;
 
 template <class Tag>
 using PairRing = RowRing<2 * Tag::kShape.row_bytes(), Tag::kShape.ring_pairs()>;
 
-// A producer warpgroup: rows of x, as they lie, to the ring, all pairs or every other one. Its
-// copies are raw_pairs() - 1 pairs ahead.
+// A producer warpgroup: expands rows of x into the ring, all pairs or every other one. Its copies
+// are raw_pairs() - 1 pairs ahead.
 template <class Tag, int kChannels>
 __device__ __forceinline__ void SpreadRows(const RowsParams& params, const PairRing<Tag>& ring,
                                            int producer, uint32_t raw, int32_t image_first,
@@ -94,7 +94,7 @@ __device__ __forceinline__ void SpreadRows(const RowsParams& params, const PairR
   auto skip_pair = [&] {
     if (find_pair()) from += 2, --left;
   };
-  // A pair, behind which the other producer's is where there are two.
+  // Loads a pair. With two producers the next pair belongs to the other one.
   auto load = [&](uint32_t to) {
     if (find_pair()) {
 #pragma unroll
@@ -127,12 +127,12 @@ __device__ __forceinline__ void SpreadRows(const RowsParams& params, const PairR
   static_assert(kShape.producers() <= 2);
   for (uint32_t pair = producer; pair < pairs; pair += kShape.producers()) {
     CopyAsyncWait<kRawPairs - 2>();
-    // All copies are here, and nobody reads the pair before this one.
+    // All copies of this pair have arrived, and the previous pair has been read.
     NamedBarrierSync(kProducerBarrier + producer, 128);
     load(raw + next_stage * raw_bytes);
     BarrierWait(ring.Empty(pair), ring.Parity(pair) ^ 1);
     if (thread < kChunks) {
-      // The 2 C elements of two pixels of each row.
+      // The 2 C elements of two pixels in each row.
       uint32_t word[2][5] = {};
 #pragma unroll
       for (int row = 0; row < 2; ++row) {
@@ -179,9 +179,10 @@ __device__ __forceinline__ void SpreadRows(const RowsParams& params, const PairR
   }
 }
 
-// The consumers' filter: fragments of 64 channels by 16 elements of the reduction, four pixels by
-// four channels. It passes through the staged rows' place, a line of 128 bytes for each tap and
-// input channel, whose chunks are exchanged so that those of eight lines lie in different banks.
+// The consumers' filter: fragments of 64 channels by 16 elements of the reduction (four pixels by
+// four channels). It passes through the place of the staged rows, with a line of 128 bytes for each
+// tap and input channel. The chunks of lines are permuted so that those of eight lines are in
+// different banks.
 template <class Tag>
 __device__ __forceinline__ void LoadFilter(const RowsParams& params, const unsigned short* w,
                                            int n_first, uint32_t lines, uint32_t zeros,
@@ -197,7 +198,7 @@ __device__ __forceinline__ void LoadFilter(const RowsParams& params, const unsig
   if (threadIdx.x == 0) StoreChunk(zeros, {0, 0, 0, 0});
   CopyAsyncWait<0>();
   NamedBarrierSync(1, kRowConsumers * 128);
-  // A lane's row of the matrices that it loads: a pixel and channel of the reduction.
+  // A lane's row of the loaded matrices: a pixel and channel of the reduction.
   const int lane = threadIdx.x % 32, channel = lane % 4, pixel = lane / 16 * 2 + lane % 8 / 4;
   const int chunk = threadIdx.x / 32 % 4 * 2 + lane / 8 % 2;
 #pragma unroll
@@ -210,8 +211,8 @@ __device__ __forceinline__ void LoadFilter(const RowsParams& params, const unsig
   NamedBarrierSync(1, kRowConsumers * 128);
 }
 
-// A thread's sums of eight pixels as the words that are stored: two pixels of a channel, and of the
-// eighth after it. kClamp: there is an activation.
+// A thread's sums of eight pixels as words to store: two pixels of a channel, and of the channel 8
+// further. kClamp: with an activation.
 template <class Tag, bool kClamp>
 __device__ __forceinline__ void RoundSums(const float* sums, const float (&scale)[2],
                                           const float (&bias)[2],
@@ -289,7 +290,7 @@ __global__ void __launch_bounds__(Tag::kThreads, 1)
     }
   }
   const PairBounds<T> bounds(params.epilogue.activation);
-  // A lane's row of the matrices that it stores: a pixel's 8 channels.
+  // A lane's row of the stored matrices: 8 channels of a pixel.
   const uint32_t staged = first + warpgroup * kShape.staged_bytes();
   const uint32_t store =
       staged + (lane / 16 * 8 + lane % 8) * 128 + ((warp * 2 + lane / 8 % 2) ^ lane % 8) * 16;
@@ -311,14 +312,14 @@ __global__ void __launch_bounds__(Tag::kThreads, 1)
     }
   };
   if (warpgroup == 1) NamedBarrierArrive(kTurnBarrier, 256);  // consumer 0 has the first turn
-  uint32_t pair = 0;                                          // the band's first
+  uint32_t pair = 0;                                          // first pair of the band
   RowReader reader(ring);
   for (int32_t unit = first_unit; unit < end;) {
     const Band band(params.out_rows, params.strips, unit, end);
 #pragma unroll 1
     for (int32_t i = (warpgroup ^ (unit - first_unit)) & 1; i < band.count; i += 2) {
       const uint32_t of_row = pair + i * kShape.planes();
-      // One producer's pairs come in order.
+      // With one producer pairs arrive in order.
 #pragma unroll
       for (uint32_t j = kShape.producers() > 1 ? 0 : kWindowPairs - 1; j < kWindowPairs; ++j) {
         BarrierWait(ring.Full(of_row + j), ring.Parity(of_row + j));
@@ -332,7 +333,7 @@ __global__ void __launch_bounds__(Tag::kThreads, 1)
         for (int h = 0; h < Tag::kStepsOfRow; ++h) {
           constexpr int kPlanes = kShape.planes();
           const bool odd = h + 1 == Tag::kStepsOfRow && kShape.filter_columns % 2 != 0;
-          // Chunks 2 h and 2 h + 1 of the windows, and how far the second lies from the first.
+          // Chunks 2 h and 2 h + 1 of the windows, and the distance between them.
           const uint32_t at = 2 * h % kPlanes * kShape.pitch() + 2 * h / kPlanes;
           const uint32_t plane = odd ? kPlanes : (2 * h + 1) % kPlanes;
           const uint32_t apart = plane * kShape.pitch() + (2 * h + 1) / kPlanes - at;
@@ -342,7 +343,7 @@ __global__ void __launch_bounds__(Tag::kThreads, 1)
       }
       WgmmaCommit();
       if (unit + i + 1 < end) NamedBarrierArrive(kTurnBarrier + 1 - warpgroup, 256);
-      // Meanwhile the row before this one has left its place.
+      // Meanwhile the previous row has been read by its TMA store.
       if (warp == 0 && ElectOne()) WaitForStoresToRead();
       NamedBarrierSync(2 + warpgroup, 128);
       WgmmaWait<0>();
@@ -377,12 +378,12 @@ struct Rows {
   static constexpr int kStepsOfRow = (kFilterColumns + 3) / 4;
   static constexpr int kSteps = kFilterRows * kStepsOfRow;
   static constexpr int kThreads = (kRowConsumers + kShape.producers()) * 128;
-  // With two producers: accumulators, filter and about 40 others.
+  // With two producers: accumulators, the filter and about 40 others.
   static constexpr int kConsumerRegisters = kShape.pixels() / 2 + 4 * kSteps <= 128 ? 168 : 200;
-  // A filter row is whole k-steps, but for the last pixel.
+  // A filter row is whole k-steps except for its last pixel.
   static_assert(kShape.window_pairs() % 2 == 0);
 
-  // Pairs of image rows that the windows of rows of y below each other reach.
+  // The pairs of image rows in the windows of `rows` consecutive rows of y.
   static constexpr __host__ __device__ int32_t PairsOf(int32_t rows) {
     return rows * kShape.planes() + (kFilterRows + 1) / 2 - kShape.planes();
   }

@@ -1,4 +1,5 @@
-// The stores of fprop: where a tile's pixels lie in y, and the ways of a warp's accumulators there.
+// The stores of fprop: the positions of a tile's pixels in y, and the forms of storing a warp's
+// accumulators.
 #ifndef JAXCONV_CUDA_FEW_CHANNELS_STORE_PIXELS_CUH_
 #define JAXCONV_CUDA_FEW_CHANNELS_STORE_PIXELS_CUH_
 
@@ -30,14 +31,14 @@ __device__ __forceinline__ int32_t ColumnInTile(const Params& params, int32_t bl
   return SpreadPixel<3>(across * 2 + row / 8, row % 8, params.log2_spread);
 }
 
-// The accumulators of a warp -> y: two blocks of 16 neighbouring pixels, 64 channels. They are
-// rounded first and then pass through shared memory, to be stored by 16 bytes.
+// Stores the accumulators of a warp to y: two blocks of 16 neighbouring pixels, 64 channels. They
+// are rounded and then pass through shared memory, so that each store has 16 bytes.
 template <typename T>
 __device__ __forceinline__ void StorePixels(const Params& params, const PixelTile& tile,
                                             const float (&acc)[2][8][4], uint32_t staging, T* y,
                                             int n_first) {
   const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-  // Chunk c of row r lies at c ^ r % 8.
+  // Chunk c of row r is stored at c ^ r % 8.
   const uint32_t store = staging + g * 128 + (g * 16 + t * 4);
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
@@ -84,14 +85,14 @@ __device__ __forceinline__ void StorePixels(const Params& params, const PixelTil
   }
 }
 
-// The channel, from the warp's first one on, of the first of a lane's two sums in block j: of
-// float32 blocks j and j + 1 give four neighbours (FilterTile).
+// The channel of the first of a lane's two sums in block j, relative to the warp's first channel.
+// In float32 blocks j and j + 1 have four neighbouring channels (FilterTile).
 template <typename T>
 __device__ __forceinline__ int32_t ChannelOfSums(int j, int lane) {
   return sizeof(T) == 2 ? j * 8 + lane % 4 * 2 : j / 2 * 16 + lane % 4 * 4 + j % 2 * 2;
 }
 
-// The same of float32, straight out of the registers: four lanes have 64 bytes of a pixel.
+// The same for float32, directly from registers: four lanes store 64 bytes of a pixel.
 template <int kBlocksM, int kBlocksN>
 __device__ __forceinline__ void StorePixels(const Params& params, const PixelTile& tile,
                                             const float (&acc)[kBlocksM][kBlocksN][4],
@@ -129,7 +130,7 @@ __device__ __forceinline__ void StorePixels(const Params& params, const PixelTil
   }
 }
 
-// 32 channels of 16 pixels of a warp to shared memory.
+// Stores 32 channels of 16 pixels of a warp to shared memory.
 template <typename T, class Rows>
 __device__ __forceinline__ void StageSums(const Rows& rows, int lane, const float (*sums)[4]) {
   if constexpr (sizeof(T) == 2) {
@@ -164,12 +165,12 @@ __device__ __forceinline__ void StoreFusedPixels(const Params& params, const Pix
   for (int i = 0; i < kBlocksM; ++i) {
     const int32_t block = first_block + i;
     const int32_t p = RowOfBlock(params, tile, block);
-    // Of 16-bit elements the block's first column, else the tile's.
+    // For 16-bit elements the first column of the block, for float32 that of the tile.
     const int32_t q_first = tile.column + (sizeof(T) == 2 ? ColumnInTile<T>(params, block, 0) : 0);
     const int32_t first = (tile.image * params.rows.out + p) * params.columns.out + q_first;
-    // Pixels from there on, none where the tile ends below the image.
+    // The number of pixels from there on; 0 below the image.
     const int32_t pixels = p < params.rows.out ? params.columns.out - q_first : 0;
-    // Which pixel of the batch's images a row of the block is, or -1 where there is none.
+    // The pixel in the batch's images of a row of the block, or -1.
     auto pixel_of = [&](int row) -> int32_t {
       const int32_t pixel = sizeof(T) == 2 ? row : ColumnInTile<T>(params, block, row);
       return pixel < pixels ? first + pixel : -1;
@@ -217,8 +218,8 @@ __device__ __forceinline__ void StoreFusedPixels(const Params& params, const Pix
   }
 }
 
-// An epilogue of scale, bias and a clamp (Clamps), on the accumulators, which are then
-// stored as a plain tile's: half the bytes through shared memory. For even K.
+// Applies an epilogue of scale, bias and a clamp (Clamps) to the accumulators, which are then
+// stored like a plain tile, with half the bytes through shared memory. For even K.
 template <typename T, int kBlocksM, int kBlocksN>
 __device__ __forceinline__ void ClampPixels(const Params& params, const FusedEpilogue& epilogue,
                                             int n_first, float (&acc)[kBlocksM][kBlocksN][4]) {

@@ -1,26 +1,26 @@
 // few_channels, wgrad: dw[(r,s,c), k] = sum over (n, p, q) of x[n, p stride + r, q stride + s, c]
 // dy[(n,p,q), k], for input channels too few for asynchronous copies.
 //
-// GEMM: rows are (r, s, c), the reduction runs over pixels, columns are output channels. The
-// fragments of A of 16-bit elements are pairs of pixels that are neighbours in a row of y, so the
-// halo tile of x is stored by channel and by residue of the column modulo the stride: the pair is
-// then one word. Pixels at odd places read a copy of the halo tile that is shifted by one element.
-// Of float32 a word is one pixel's, and the halo tile lies as x does.
+// GEMM: rows are (r, s, c), the reduction runs over pixels, columns are output channels. For 16-bit
+// elements a word of a fragment of A is a pair of pixels that are neighbours in a row of y. The
+// halo tile of x is therefore sorted by channel and by the column modulo the stride, so that the
+// pair is one word. Pixels at odd positions read a copy of the halo tile that is shifted by one
+// element. In float32 a word is one pixel, and the halo tile has the order of x.
 //
-// Tile: 32, 64 or 192 rows (float32: 160) by 64 output channels, 4 warps; the reduction is walked
-// 128 pixels at a time (8 blocks of 16), CTA b taking pixel tiles b, b + gridDim.x, ... as its
-// split-K slice. Shared memory, at most 100 KB (float32: 200): two halo tiles, two tiles of dy of
-// 16 KB (32), and of 16-bit elements a table of places. Registers: 32 accumulators (192 rows: 96,
+// Tile: 32, 64 or 192 rows (float32: 160) by 64 output channels, 4 warps. The reduction advances by
+// 128 pixels (8 blocks of 16); CTA b processes pixel tiles b, b + gridDim.x, ... as its split-K
+// slice. Shared memory, at most 100 KB (float32: 200): two halo tiles, two tiles of dy of 16 KB
+// (32), and for 16-bit elements a table of positions. Registers: 32 accumulators (192 rows: 96,
 // 160: 80), 16 fragments, at most 102 (168, 255).
 //
 // Bank conflicts of float32: a fragment has 8 rows of dw, mostly 8 neighbouring words, of four
-// pixels, which lie stride C words apart. Pixels 1, 2 or 4 apart (SpreadPixel) put the four into
-// different banks; dy's rows are stored in that order.
+// pixels that are stride * C words apart. Choosing pixels with a distance of 1, 2 or 4
+// (SpreadPixel) puts the four into different banks; the rows of dy are stored in the same order.
 //
-// Who waits for whom: dy of the next pixel tile arrives by cp.async, its halo too, or through
-// registers in parts between k-blocks; one barrier a tile. Where warps share the pixels of a tile
-// (32 rows), their sums are added in order in shared memory at the end. common/splitk_reduce.cuh
-// adds the slices, even a single one: sums leave the kernel as float32 only.
+// Synchronisation: one barrier for each tile. cp.async copies dy of the next pixel tile, and also
+// its halo, or the halo is copied in parts through registers between k-blocks. If warps share the
+// pixels of a tile (32 rows), their sums are added in order in shared memory at the end.
+// common/splitk_reduce.cuh adds the slices, even a single one: the kernel stores only float32 sums.
 //
 // Refuses: operands or results other than f16, bf16 or f32; groups; lhs_dilation; rank 3; K whose
 // rows are not multiples of 16 bytes; halo tiles beyond the shared memory.
@@ -46,8 +46,7 @@
 
 namespace jaxconv::few_channels {
 
-// The row of a tile of dy, of a block of 16, that has a pixel: in the order in which the steps read
-// them.
+// The row in a tile of dy of a pixel in a block of 16, in the order in which the steps read them.
 template <typename T>
 __device__ __forceinline__ int32_t RowOfPixel(const Params& params, int32_t pixel) {
   if constexpr (sizeof(T) == 2) return pixel;
@@ -78,7 +77,7 @@ __global__ void __launch_bounds__(kThreads, Tag::kCtasPerSm)
       std::conditional_t<Tag::kByChunks, PlainHalo<T, kBlocksM>, SortedHalo<T, kBlocksM>>>;
   // Whether cp.async copies the halo tile.
   constexpr bool kAsync = Tag::kByChunks || sizeof(T) == 4;
-  // MMA steps of a block of 16 pixels, and what a pass of the threads copies of it.
+  // MMA steps for a block of 16 pixels, and the part of it that one pass of the threads copies.
   constexpr int kSteps = 8 * int{sizeof(T)} / 16;
   constexpr int kPassPixels = kThreads / Gradient::kChunks;
   const T* x = static_cast<const T*>(params.lhs) + batch * params.lhs_batch;
@@ -125,11 +124,11 @@ __global__ void __launch_bounds__(kThreads, Tag::kCtasPerSm)
   auto multiply = [&](int32_t k_block, int buffer) {
     const int32_t down = k_block >> params.log2_across;
     const int32_t column = (k_block - (down << params.log2_across)) * 16;
-    // Pixels that y does not have: their gradients are zeros, their x may be NaN.
+    // Pixels outside y: their gradients are zero, but their x may be NaN.
     const int32_t left = params.columns.out - walk.tile.column - column;
     if (walk.tile.row + down >= params.rows.out || left <= 0) return;
     auto rows = [&](auto whole) {
-      // A word's pixels that y has.
+      // Mask of the pixels of a word that are inside y.
       uint32_t mask[kSteps][2];
 #pragma unroll
       for (int e = 0; e < kSteps * 2; ++e) {
@@ -225,7 +224,7 @@ __global__ void __launch_bounds__(kThreads, Tag::kCtasPerSm)
       HaloLoader<T>& loader = source.loader;
       if (more) loader.Begin(next);
       int k_block = warp_k;
-      // The next halo tile arrives in parts, each while some k-blocks are multiplied.
+      // The next halo tile is copied in parts, each during the products of some k-blocks.
       do {
         if (loader.More()) loader.Load();
         const int end = loader.Last()
@@ -241,7 +240,7 @@ __global__ void __launch_bounds__(kThreads, Tag::kCtasPerSm)
 
   float* out =
       static_cast<float*>(params.out) + blockIdx.x * params.out_elements + batch * params.out_batch;
-  // Where column 0 of a row of dw lies, and how far the columns are apart.
+  // The position of column 0 of a row of dw, and the distance between columns.
   const int32_t step = Tag::kNarrow ? params.c : 1;
   auto row_of = [&](int32_t m) -> float* {
     if constexpr (!Tag::kNarrow) return out + int64_t{m} * params.k;
@@ -252,7 +251,7 @@ __global__ void __launch_bounds__(kThreads, Tag::kCtasPerSm)
     return out + int64_t{tap} * params.k * params.c + channel;
   };
   if constexpr (kWarpsK > 1) {
-    // The warps' sums are added in order, through shared memory.
+    // Adds the warps' sums in order through shared memory.
     static_assert(kWarpsK * kRows * 64 * 4 <= 2 * kGradientBytes);
     auto* sums = reinterpret_cast<float*>(shared);
     __syncthreads();
@@ -296,7 +295,7 @@ __global__ void __launch_bounds__(kThreads, Tag::kCtasPerSm)
   }
 }
 
-// kWarpsM x kWarpsN x kWarpsK warps: of rows, of output channels and of the pixels of a tile.
+// kWarpsM x kWarpsN x kWarpsK warps divide the rows, the output channels and the pixels of a tile.
 template <Op kOp, DType kType, int kRows, int kCtasPerSm_, bool kByChunks_, int kWarpsM_,
           int kWarpsN_, int kWarpsK_>
 struct Wgrad {
@@ -325,7 +324,7 @@ struct Wgrad {
   }
 };
 
-// Of few output channels and stride 1: dy is the tensor of few channels, and x the other.
+// Few output channels, stride 1: dy is the tensor of few channels, x the other one.
 template <Op kOp, DType kType, int kRows, int kCtasPerSm, bool kByChunks, int kWarpsM, int kWarpsN,
           int kWarpsK>
 struct NarrowWgrad : Wgrad<kOp, kType, kRows, kCtasPerSm, kByChunks, kWarpsM, kWarpsN, kWarpsK> {

@@ -1,5 +1,5 @@
-// wgrad's operand A out of halo tiles of x: rows (r, s, c) of dw by pixels of y, in the ways in
-// which a tile lies in shared memory.
+// wgrad's operand A from halo tiles of x: rows (r, s, c) of dw by pixels of y, for each layout of a
+// tile in shared memory.
 #ifndef JAXCONV_CUDA_FEW_CHANNELS_WINDOW_ROWS_CUH_
 #define JAXCONV_CUDA_FEW_CHANNELS_WINDOW_ROWS_CUH_
 
@@ -12,18 +12,18 @@
 
 namespace jaxconv::few_channels {
 
-// The halo tile by channel and by residue of the column modulo the stride, so that a word is two
-// neighbouring pixels. Pixels at odd places read a copy that is shifted by one element.
+// The halo tile sorted by channel and by the column modulo the stride, so that a word is two
+// neighbouring pixels. Pixels at odd positions read a copy that is shifted by one element.
 template <typename T, int kBlocksM>
 struct SortedHalo {
   const Params& params;
   unsigned char* halo;
   // One channel of one row of x, its columns by residue modulo the stride.
   const int32_t plane;
-  // Where an element of a halo row belongs: by channel, residue and column.
+  // The position of an element of a halo row, by channel, residue and column.
   unsigned short* place;
   HaloLoader<T> loader;
-  // Where the elements of this lane's rows lie for the halo tile's first pixel.
+  // The positions of the elements of this lane's rows for the first pixel of the halo tile.
   uint32_t row_address[kBlocksM * 2];
 
   // `m`: the warp's first row.
@@ -39,7 +39,7 @@ struct SortedHalo {
       int32_t column, channel, j, residue;
       params.c_divmod.Divmod(max(0, i - params.halo_lead), &column, &channel);
       params.column_stride_divmod.Divmod(column, &j, &residue);
-      // Pairs at either end may hold elements that no window wants.
+      // Pairs at both ends may contain elements that no window reads.
       const bool wanted = i >= params.halo_lead && j < params.pitch;
       place[i] = static_cast<unsigned short>(wanted ? channel * plane + residue * params.pitch + j
                                                     : params.halo_spare);
@@ -64,7 +64,7 @@ struct SortedHalo {
   static __device__ __forceinline__ int32_t RowOf(const Params& params, int32_t m) {
     return m < params.rows.filter * params.columns.filter * params.c ? m : -1;
   }
-  // The loader's pairs -> a buffer.
+  // Stores the loader's pairs in a buffer.
   __device__ __forceinline__ void Store(int buffer) {
     unsigned char* to = halo + buffer * params.halo_bytes;
     loader.Store([this, to](int32_t row, int32_t pair, uint32_t value) {
@@ -86,7 +86,7 @@ struct SortedHalo {
       Store(0);
     }
   }
-  // Of a block of 16 pixels.
+  // The offset of a block of 16 pixels.
   __device__ __forceinline__ uint32_t Offset(int buffer, int32_t down, int32_t column) const {
     return buffer * params.halo_bytes + (down * params.rows.stride * params.c * plane + column) * 2;
   }
@@ -97,10 +97,11 @@ struct SortedHalo {
   }
 };
 
-// The halo tile as it lies in x, copied by chunks of 16 bytes. A word is two neighbouring elements
-// of a pixel's window, and the words of two pixels are exchanged into two fragments: of the even
-// elements, which are rows 0 to 7 of a block of the GEMM, and of the odd ones, rows 8 to 15. So the
-// rows are runs of a filter row's elements, padded to pairs; the sums of padding are dropped.
+// The halo tile in the order of x, copied by chunks of 16 bytes. A word is two neighbouring
+// elements of a pixel's window. The words of two pixels are permuted into two fragments: even
+// elements are rows 0 to 7 of a block of the GEMM, odd elements are rows 8 to 15. The rows
+// therefore are runs of a filter row's elements, padded to pairs; the sums of padding are not
+// stored.
 template <typename T, int kBlocksM>
 struct PlainHalo {
   const Params& params;
@@ -144,7 +145,7 @@ struct PlainHalo {
     return buffer * params.halo_bytes + down * params.rows.stride * params.pitch * 2 +
            column * pixel_bytes;
   }
-  // `step`: of a block of 16 pixels, which 16-bit elements take in one.
+  // `step`: the step within a block of 16 pixels; 16-bit elements have one.
   __device__ __forceinline__ void Fragment(int i, int step, uint32_t offset,
                                            uint32_t (&a)[4]) const {
 #pragma unroll
@@ -157,14 +158,14 @@ struct PlainHalo {
   }
 };
 
-// The halo tile of float32 as it lies in x: a word is one element of a pixel's window.
+// The float32 halo tile in the order of x: a word is one element of a pixel's window.
 template <int kBlocksM>
 struct WordHalo {
   const Params& params;
   const uint32_t halo;
   const ChunkLoader<float> loader;
   const uint32_t pixel_bytes;  // from one pixel's window to the next
-  // Where the elements of this lane's rows lie for its first pixel of a block of 16.
+  // The positions of the elements of this lane's rows for its first pixel of a block of 16.
   uint32_t row_address[kBlocksM * 2];
 
   __device__ __forceinline__ WordHalo(const Params& p, const float* x, unsigned char* shared,
@@ -199,7 +200,7 @@ struct WordHalo {
   }
   __device__ __forceinline__ void Fragment(int i, int step, uint32_t offset,
                                            uint32_t (&a)[4]) const {
-    // Two pixels of a step, as far from the first one in every lane.
+    // Two pixels of a step; their distance from the first pixel is the same in every lane.
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
       const int32_t pixel = SpreadPixel<2>(step * 2 + e / 2, 0, params.log2_spread);

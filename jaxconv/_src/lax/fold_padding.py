@@ -96,7 +96,7 @@ def folded(
         takes: whether a convolution may be changed.
     """
     program = _Program(eqns, outvars, constants or {}, takes)
-    # Of two consecutive pads, the one next to the convolution is removed first.
+    # The pad next to the convolution is removed first.
     for order in reversed(range(len(eqns))), range(len(eqns)):
         for position in order:
             eqn = program.eqns[position]

@@ -11,8 +11,8 @@ from jaxconv.bench.networks.blocks import Pass, mean_pool
 
 # Blocks and channels of each stage.
 STAGES = ((3, 96), (3, 192), (9, 384), (3, 768))
-# Of a block's result, initially. The paper's 1e-6 would hide the blocks from the comparison of two
-# convolutions: in bfloat16 x + 1e-6 y is x.
+# The initial scale of a block's result. The paper's 1e-6 would hide the blocks from the comparison
+# of two convolutions: in bfloat16 x + 1e-6 y is x.
 LAYER_SCALE = 0.1
 
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from jaxconv.bench.networks.blocks import Pass, max_pool
 
-# Of the first convolution at each resolution; the second has twice as many.
+# Channels of the first convolution at each resolution; the second has twice as many.
 CHANNELS = (32, 64, 128, 256)
 CLASSES = 3
 

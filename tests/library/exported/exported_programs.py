@@ -112,5 +112,5 @@ def programs() -> dict[str, Program]:
     return found
 
 
-# Of whose results XLA rounds sums that are no integers.
+# Programs in which XLA rounds sums that are not integers.
 ROUNDED = ("statistics", "fused_gradient", "training_step")

@@ -25,7 +25,7 @@ RECORD = "gpu_bits.json"
 
 
 def digest(version: str, name: str) -> str:
-    """Of all results of a program on the first GPU: types, shapes and bytes."""
+    """A digest of all results of a program on the first GPU: types, shapes and bytes."""
     blob = bytearray((FOLDER / version / f"cuda_{name}.bin").read_bytes())
     _, arguments = exported_programs.programs()[name]
     with jax.default_device(jax.devices("gpu")[0]):
