@@ -93,12 +93,13 @@ def test_what_is_said_of_losses(results):
 
     inference = {"dtype": "bf16", "mode": "infer"}
     saved = {}
-    for name in ("EfficientNet-B0", "diffusion U-Net", "ConvNeXt-T"):
+    for name in ("EfficientNet-B0", "diffusion U-Net"):
         saved[name] = 100 - 100 * ms(name, "fused", **inference) / ms(name, "jaxconv", **inference)
-    assert "last two by {:.0f} and {:.0f} %".format(*saved.values()) in text
-    assert saved["ConvNeXt-T"] < 0.5 and "ConvNeXt-T not at all" in text
-    theirs, ours = (ms("ConvNeXt-T", side, **inference) for side in ("torch.compile", "jaxconv"))
-    assert f"`torch.compile`** takes {theirs:g} ms, {ours:g} here" in text
+    assert "shortens them by {:.0f} and {:.0f} %".format(*saved.values()) in text
+    sides = ("jaxconv", "torch.compile", "fused")
+    alone, theirs, ours = (ms("ConvNeXt-T", side, **inference) for side in sides)
+    said = f"takes {alone:g} ms, by PyTorch's `torch.compile` {theirs:g}, with `fuse` {ours:g}"
+    assert said in text
 
     for name, mode, words in (
         ("ResNet-50", "infer", "of ResNet-50's inference"),
