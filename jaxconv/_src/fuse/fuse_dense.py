@@ -1,15 +1,15 @@
-"""Computes dense layers with what follows them by the kernels of pointwise convolutions.
+"""Computes dense layers and the operations after them by kernels of pointwise convolutions.
 
 A product of an array's channels with a matrix, whose result one call of ``normalise`` reads, is a
-1x1 convolution with an epilogue: bias, scale, shortcut, activation. XLA's products have no exact
-GELU, no scale and no shortcut behind the bias, so that each takes a pass over the product's result.
-Where the epilogue is predicted to be slower than that pass, a function that reads its operand
-several times follows a plain convolution: behind a product XLA computes it in two passes, the first
-of which stores a part of it, behind a call in one.
+1x1 convolution with an epilogue: bias, scale, shortcut, activation. XLA's products cannot apply
+exact GELU, a scale, or a shortcut after the bias, so these need a pass over the product's result.
+If the epilogue is predicted to be slower than this pass, a plain convolution replaces the product
+of a function that reads its operand several times. After a product XLA computes such a function in
+two passes, the first of which stores an intermediate result; after a call it needs one pass.
 
-That holds for what is not differentiated. A derivative needs the product's result in memory and has
-two more products, which XLA computes faster than convolutions: a call that is differentiated
-becomes the product and ``normalise`` again.
+This applies only to calls that are not differentiated. A derivative needs the product's result in
+memory and has two more products, which XLA computes faster than convolutions. A differentiated call
+therefore becomes the product and ``normalise`` again.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from jaxconv._src.problem.spec import ConvSpec, Op
 from jaxconv._src.sharding import explicit_mesh
 from jaxconv._src.ways import xla
 
-# Where kernels of convolutions are faster than XLA's products and the pass behind them.
+# Platforms on which kernels of convolutions are faster than XLA's products and the next pass.
 _PLATFORMS = ("cuda",)
 
-# The most axes between examples and channels of an array.
+# The most axes between the examples and the channels of an array.
 _SPATIAL = 3
 
 # Precisions of products, as of convolutions.
@@ -53,9 +53,9 @@ class _Dense:
 
     Attributes:
         product: the equation of the product.
-        call: the equation behind it.
-        spec: of the convolution.
-        epilogue: of the convolution; None where ``normalise`` follows a plain one.
+        call: the equation that reads it.
+        spec: that of the convolution.
+        epilogue: that of the convolution; None if ``normalise`` follows a plain one.
     """
 
     product: JaxprEqn
@@ -68,7 +68,7 @@ class _Dense:
         return self.call.params["form"]
 
     def equations(self, graph: Graph, position: int) -> list[JaxprEqn]:
-        """The convolution in the place of both equations."""
+        """The convolution that replaces both equations."""
         operands = (*self.product.invars, *self.call.invars[1:])
         return traced(self._computed, operands, self.call.outvars, graph, position)
 
@@ -108,9 +108,9 @@ class _Dense:
 
 
 def rewritten(eqns: Sequence[JaxprEqn], outvars: Sequence[Any]) -> list[JaxprEqn]:
-    """A program's equations with its dense layers by convolutions, where those are faster.
+    """A program's equations, with convolutions for its dense layers where these are faster.
 
-    The products stay, without uses.
+    The products remain, without uses.
     """
     graph = Graph(eqns, outvars)
     placed: dict[int, list[JaxprEqn]] = {}
@@ -123,7 +123,7 @@ def rewritten(eqns: Sequence[JaxprEqn], outvars: Sequence[Any]) -> list[JaxprEqn
         try:
             placed[position] = dense.equations(graph, position)
         except (TypeError, ValueError, compat.ShardingTypeError):
-            continue  # types that a convolution does not take: the program's own operations
+            continue  # types without a convolution: the program's own operations
     return graph.with_replaced(placed)
 
 
@@ -157,7 +157,7 @@ def _find(graph: Graph, position: int) -> _Dense | None:
 def _spec(eqn: JaxprEqn) -> ConvSpec | None:
     """A product of channels as a pointwise convolution, or None where it is another product.
 
-    On an explicit mesh it stays one: the sharding of its result is among its parameters.
+    None on an explicit mesh, because the sharding of the result is one of its parameters.
     """
     x, w = map(type_of, eqn.invars)
     (y,) = map(type_of, eqn.outvars)
@@ -192,12 +192,12 @@ def _spec(eqn: JaxprEqn) -> ConvSpec | None:
 
 
 def _filter_shape(spec: ConvSpec, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """That of a matrix as a filter."""
+    """The shape of a matrix as a filter."""
     return (*spec.filter_spatial, *shape)
 
 
 def _epilogue(form: Form) -> Epilogue | None:
-    """The epilogue that computes what a call of ``normalise`` does, or None."""
+    """The epilogue that is equivalent to a call of ``normalise``, or None."""
     if form.arrays != 1 or form.bits or not set(form.names[1:]) <= _TERMS.keys():
         return None
     name, slope = None, 0.0
