@@ -24,6 +24,9 @@ from jaxconv._src.fuse import fuse_axes
 from jaxconv._src.fuse.fuse_axes import CHANNELS, EXAMPLES, POSITIONS, Axes
 from jaxconv._src.fuse.fuse_graph import IDENTITIES, Graph, is_float, type_of
 
+# The largest factor of a program, and the reciprocal of the smallest, that coefficients absorb.
+_LARGEST = 2.0**24
+
 # The deepest nesting of operations that is read.
 _DEEPEST = 64
 
@@ -355,6 +358,8 @@ class Reader:
             if by is None:
                 continue
             if name in ("mul", "div"):
+                if by.number is not None and not 1 / _LARGEST <= abs(by.number) <= _LARGEST:
+                    return None  # its product with another coefficient may overflow
                 factor = by if name == "mul" else combined(lambda x: 1 / x, by)
                 return dataclasses.replace(
                     value, terms=tuple(t.scaled(factor) for t in value.terms)

@@ -36,6 +36,9 @@ _FINITE = np.abs(_NUMBERS) <= 8
 # These consist only of numbers of the program, without rounding.
 _EXACT = ("maximum", "clip6", "leaky_relu", "leaky_maximum")
 
+# The program's own product is NaN at infinities, where this is 1.
+_UNNAMED = ("clip_hard_swish",)
+
 # Numbers at which the derivative is the slope.
 _SLOPES = {"leaky_relu": -1.0, "elu": 0.0, "leaky_maximum": -1.0}
 
@@ -108,6 +111,8 @@ def _name(derivative: np.ndarray, eps: float) -> tuple[str, float] | None:
         return None
     found: dict[tuple[str, float], float] = {}
     for name in DERIVATIVES:
+        if name in _UNNAMED:
+            continue
         slope = 0.0
         if name in _SLOPES:
             slope = float(derivative[np.searchsorted(_NEAR, _SLOPES[name])])

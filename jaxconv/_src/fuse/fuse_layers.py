@@ -329,7 +329,7 @@ def _ended(graph: Graph, reader: Reader, axes: Mapping[Var, int], value: Var) ->
     if function is not None:
         operand = type_of(value)
         mask, named, contract = fuse_derivatives.known(function, operand)
-        if affine.axes == fuse_axes.of(operand.shape, axis):
+        if operand.shape == next(iter(shapes)) and affine.axes == fuse_axes.of(operand.shape, axis):
             function, operand = _of_channels_last(function, operand, axis)
         elif explicit_mesh.mesh_of(operand) is not None:
             return None  # the call's arrays have other axes, which a reshape would not split alike
@@ -483,6 +483,8 @@ def with_readers(eqns: Sequence[JaxprEqn], outvars: Sequence[Any]) -> list[Jaxpr
         eqn = result[position]
         if eqn.primitive not in (normalise.normalise_p, max_pooling.max_pool_p):
             continue
+        if len(eqn.outvars) > 1:
+            continue  # it is part of a derivative, and has copies already if it needs them
         readers = _readers(graph, eqn.outvars[0])
         form = eqn.params["form"]
         arrays: list[Any] = []
