@@ -228,13 +228,10 @@ def _axes_of_channels(graph: Graph) -> dict[Var, int]:
 
 def _convolved(eqn: JaxprEqn) -> int | None:
     """The axis of channels of a convolution's result; None of another equation."""
-    name = eqn.primitive.name
-    if name == "conv_general_dilated":
-        return eqn.params["dimension_numbers"].out_spec[1]
-    convolves = name in (*fuse_convolution.NAMES, fused.conv_fused_p.name)
-    return (
-        eqn.params["spec"].axis("y", "k") if convolves and not eqn.params["spec"].batched else None
-    )
+    convolves = eqn.primitive.name in (*fuse_convolution.NAMES, fused.conv_fused_p.name)
+    if not convolves or getattr(eqn.params.get("spec"), "batched", False):
+        return None
+    return fuse_convolution.channel_axis(eqn)
 
 
 def _usual_axis(axes: Mapping[Var, int], array: Var) -> int:
