@@ -103,12 +103,15 @@ def openmp(folder: pathlib.Path) -> pathlib.Path:
     return library
 
 
-def build(python: str, cuda: str, out: pathlib.Path, folder: pathlib.Path) -> pathlib.Path:
+def build(
+    python: str, cuda: str, instances: str, out: pathlib.Path, folder: pathlib.Path
+) -> pathlib.Path:
     """Makes one wheel and gives it its manylinux tag; returns its path below ``out``."""
     plain, repaired = folder / "plain", folder / "repaired"
     (folder / "openmp").mkdir(parents=True)
     settings = {
         "JAXCONV_CUDA": cuda,
+        "JAXCONV_CUDA_INSTANCES": instances,
         "JAXCONV_NVCC": "pip",
         "JAXCONV_BUNDLE_OPENMP": openmp(folder / "openmp"),
         "JAXCONV_GLIBC": older_glibc(folder),
@@ -200,17 +203,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--cuda", choices=("ON", "OFF"), default="ON", help="CUDA kernels inside")
     parser.add_argument(
+        "--instances",
+        choices=("ALL", "EACH_FORM"),
+        default="ALL",
+        help="of the CUDA kernels; EACH_FORM, only with --no-check, is no release",
+    )
+    parser.add_argument(
         "--out", type=pathlib.Path, default=REPOSITORY / "dist", help="their folder"
     )
     args = parser.parse_args(argv)
     if not args.python and not args.wheel:
         parser.error("nothing to do: give --python or --wheel")
+    if args.instances != "ALL" and not args.no_check:
+        parser.error("a wheel without most kernels is not to be used: --instances needs --no-check")
     with tempfile.TemporaryDirectory() as scratch:
         folder = pathlib.Path(scratch)
         platforms = ("cpu", "cuda") if args.cuda == "ON" else ("cpu",)
         wheels = [wheel.resolve() for wheel in args.wheel]
         for index, python in enumerate(args.python):
-            wheels.append(build(python, args.cuda, args.out.resolve(), folder / f"build{index}"))
+            scratch_of_wheel = folder / f"build{index}"
+            out = args.out.resolve()
+            wheels.append(build(python, args.cuda, args.instances, out, scratch_of_wheel))
         for wheel in wheels:
             inspect(wheel, platforms)
             run(sys.executable, REPOSITORY / "tools" / "wheel_symbols.py", wheel)

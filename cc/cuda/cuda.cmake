@@ -116,4 +116,8 @@ if(JAXCONV_BUILD_CUDA)
   set(JAXCONV_CUDA_REPORT
       "CUDA kernels: built with nvcc ${CMAKE_CUDA_COMPILER_VERSION} for sm_${JAXCONV_CUDA_ARCHITECTURES} and newer, and sm_90a (JAXCONV_CUDA=${JAXCONV_CUDA})"
   )
+  if(NOT JAXCONV_CUDA_INSTANCES STREQUAL "ALL")
+    string(APPEND JAXCONV_CUDA_REPORT
+           ", of which most tiles are left out (JAXCONV_CUDA_INSTANCES=${JAXCONV_CUDA_INSTANCES})")
+  endif()
 endif()

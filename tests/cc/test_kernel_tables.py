@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import re
+import shutil
+import subprocess
+from typing import NamedTuple
+
 import kernel_tables
 import pytest
 
@@ -63,3 +68,70 @@ def test_the_tables_are_there_and_name_every_instance_once():
     sources = {(instance.family, instance.source) for instance in found}
     missing = [s for s in sources if not list((kernel_tables.TABLES / s[0]).glob(f"{s[1]}.cu*"))]
     assert not missing, f"no such device kernels: {missing}"
+
+
+# --- CMake reads the same tables ------------------------------------------------------------------
+
+UNIT = re.compile(r"^JAXCONV_((?:FUSED_)?INSTANCE|NOT_COMPILED)\((.*)\)$", re.MULTILINE)
+
+
+class Compiled(NamedTuple):
+    """A line of a translation unit."""
+
+    macro: str
+    op: str
+    family: str
+    dtype: str
+    variant: str
+    header: str
+    form: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.op}_{self.family}_{self.dtype}_{self.variant}"
+
+    @property
+    def form_of_width(self) -> tuple[str, ...]:
+        width = self.dtype.lstrip("bfsu")
+        return self.macro, self.op, self.family, width, self.header, self.form
+
+
+def units(folder, instances: str) -> list[Compiled]:
+    """What CMake writes into translation units."""
+    if shutil.which("cmake") is None:
+        pytest.skip("cmake is not on PATH")
+    repository = kernel_tables.TABLES.parents[1]
+    folder.mkdir()
+    (folder / "CMakeLists.txt").write_text(
+        "cmake_minimum_required(VERSION 3.22)\nproject(units LANGUAGES NONE)\n"
+        f'set(PROJECT_SOURCE_DIR "{repository}")\ninclude({kernel_tables.TABLES}/sources.cmake)\n'
+    )
+    build = folder / "build"
+    command = ["cmake", "-S", str(folder), "-B", str(build)]
+    command += [f"-DJAXCONV_CUDA_INSTANCES={instances}"]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr
+    found = []
+    for unit in (*build.glob("*/*.cu"), *build.glob("*/*.cc")):
+        for macro, arguments in UNIT.findall(unit.read_text()):
+            *name, form = (a.strip() for a in f"{arguments},".split(",", 5)[:5])
+            header = unit.stem.partition("_")[2]
+            if not header.endswith("_sm90"):
+                header = header.partition("_")[2]  # after the type
+            found.append(Compiled(macro, *name, header, form))
+    return found
+
+
+def test_cmake_compiles_every_instance_once_with_its_source(tmp_path):
+    found = units(tmp_path / "all", "ALL")
+    assert {line.macro for line in found} == {"INSTANCE", "FUSED_INSTANCE"}
+    named = [i for i in kernel_tables.all_instances() if not i.padded]
+    compiled = sorted((line.name, line.header) for line in found)
+    assert compiled == sorted((instance.name, instance.source) for instance in named)
+
+
+def test_each_form_is_compiled_for_each_operation_and_width_of_operands(tmp_path):
+    every, some = units(tmp_path / "all", "ALL"), units(tmp_path / "some", "EACH_FORM")
+    compiled = [line.form_of_width for line in some if line.macro != "NOT_COMPILED"]
+    assert sorted(compiled) == sorted({line.form_of_width for line in every})
+    assert sorted(line.name for line in some) == sorted(line.name for line in every)
