@@ -13,15 +13,21 @@ namespace jaxconv::block_diagonal {
 
 // A line of kernels.def.
 struct Instance {
-  int64_t element_bytes;    // of the operands
-  int64_t block, blocks_m;  // blocks_m: of gather.cuh
-  int64_t rows, columns;    // taps of a CTA of wgrad.cuh
+  int64_t block;
   int64_t ctas_per_sm;
-  bool three_tf32 = false;  // float32 as three TF32 products
+  bool three_tf32;                // float32 as three TF32 products
+  int64_t element_bytes = 0;      // of the operands
+  int64_t blocks_m = 0;           // of gather.cuh
+  int64_t rows = 0, columns = 0;  // taps of a CTA of wgrad.cuh
   // For runs_sm90.cuh, phases_sm90.cuh, rows_sm90.cuh (1 row) and wgrad_runs_sm90.cuh.
   int64_t run_rows = 0, stride = 1;
   bool phases = false;
   int64_t stages = 0;  // of rows_sm90.cuh, else 0
+  constexpr Instance OfElements(int64_t bytes) const {
+    Instance line = *this;
+    line.element_bytes = bytes;
+    return line;
+  }
   constexpr bool runs() const { return run_rows > 0; }
   constexpr int min_cc() const { return runs() ? 90 : 80; }
   constexpr int max_cc() const { return runs() ? 90 : 1000; }

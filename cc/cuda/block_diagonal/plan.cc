@@ -322,16 +322,52 @@ Status MakePlan(const KernelDesc& kernel, const ConvProblem& problem, const Gpu&
   return {};
 }
 
+// A form's line of kernels.def, from its arguments.
+constexpr Instance GatherLine(int64_t block, int64_t blocks_m, int64_t ctas_per_sm,
+                              bool three_tf32 = false) {
+  Instance line{block, ctas_per_sm, three_tf32};
+  line.blocks_m = blocks_m;
+  return line;
+}
+constexpr Instance RunsLine(int64_t block, int64_t run_rows, int64_t ctas_per_sm,
+                            int64_t stride = 2, bool three_tf32 = false) {
+  Instance line{block, ctas_per_sm, three_tf32};
+  line.run_rows = run_rows, line.stride = stride;
+  return line;
+}
+constexpr Instance RowsLine(int64_t block, int64_t stages) {
+  Instance line = RunsLine(block, /*run_rows=*/1, /*ctas_per_sm=*/1, /*stride=*/1);
+  line.stages = stages;
+  return line;
+}
+constexpr Instance PhasesLine(int64_t block, int64_t dy_rows, int64_t ctas_per_sm,
+                              bool three_tf32 = false) {
+  Instance line = RunsLine(block, dy_rows, ctas_per_sm, /*stride=*/2, three_tf32);
+  line.phases = true;
+  return line;
+}
+constexpr Instance WgradLine(int64_t block, int64_t rows, int64_t columns, int64_t ctas_per_sm,
+                             bool three_tf32 = false) {
+  Instance line{block, ctas_per_sm, three_tf32};
+  line.rows = rows, line.columns = columns;
+  return line;
+}
+constexpr Instance WgradRunsLine(int64_t block, int64_t run_rows, bool three_tf32 = false) {
+  Instance line = WgradLine(block, /*rows=*/3, /*columns=*/3, /*ctas_per_sm=*/1, three_tf32);
+  line.run_rows = run_rows;
+  return line;
+}
+
 }  // namespace
 
 std::vector<KernelDesc> Kernels() {
   std::vector<KernelDesc> all;
 #define ELEMENT_BYTES_BF16_F16 2
 #define ELEMENT_BYTES_F32 4
-#define KERNEL(ops, types, variant, header, form, arguments, ...)                   \
-  JAXCONV_ADD_KERNELS(all, ops, types, block_diagonal, variant, instance.min_cc(),  \
-                      instance.max_cc(), MakePlan, Instance, ELEMENT_BYTES_##types, \
-                      JAXCONV_UNPACK __VA_ARGS__)
+#define KERNEL(ops, types, variant, header, form, arguments)                       \
+  JAXCONV_ADD_KERNELS(all, ops, types, block_diagonal, variant, instance.min_cc(), \
+                      instance.max_cc(), MakePlan, Instance,                       \
+                      (form##Line arguments).OfElements(ELEMENT_BYTES_##types))
 #include "cuda/block_diagonal/kernels.def"
   for (KernelDesc& kernel : all) {
     kernel.three_tf32 = static_cast<const Instance*>(kernel.instance)->three_tf32;

@@ -2,14 +2,15 @@
 //
 // A line of kernels.def is
 //
-//     KERNEL(FPROP_DGRAD, BF16_F16, 128x256x64_cooperative, cooperative_sm90, Cooperative, (1,
-//     256))
+//     KERNEL(FPROP_DGRAD, BF16_F16, 128x256x64_cooperative, cooperative_sm90, Cooperative,
+//            (2, 1, 256, 0, 4))
 //
 // operations, operand types, the variant that ends the instance's name, the header of its device
-// kernel (without .cuh), the template in that header, its arguments, and any further fields for the
-// family's plan.cc. The line declares one instance for each operation and type, named
-// <op>_<family>_<dtype>_<variant>. CMake reads the first four fields to generate translation units,
-// tests/support/kernel_tables.py the first three to know the names.
+// kernel (without .cuh), the template in that header, its arguments, and in some families measured
+// shares of a rate. The line declares one instance for each operation and type, named
+// <op>_<family>_<dtype>_<variant>. The family's plan.cc computes what it needs, such as the tile,
+// from the same arguments. CMake (sources.cmake) and tests/support/kernel_tables.py read the lines
+// too; tests/cc/test_kernel_tables.py compares what they read.
 //
 //     PADDED(FPROP_DGRAD, BF16_F16, 128x256x64_cooperative)
 //

@@ -18,7 +18,7 @@
 namespace jaxconv::depthwise {
 namespace {
 
-// A line of kernels.def for direct.cuh or wgrad.cuh.
+// A line of kernels.def for direct.cuh or wgrad.cuh: its arguments, in their order.
 struct Instance {
   int64_t filter_rows, filter_columns, stride, vec, rows, strip, ctas_per_sm, lanes = 32;
   bool tma = false;
@@ -28,6 +28,14 @@ struct Instance {
   int64_t blocks() const { return threads / lanes; }  // of a tile
   // Whether the code handles dy of a strided convolution (Axis::halved).
   bool spread(Op op) const { return op == Op::kDgrad && stride == 2; }
+};
+
+// The same for direct_tma_sm90.cuh or wgrad_tma_sm90.cuh.
+struct TmaInstance : Instance {
+  template <typename... Arguments>
+  constexpr TmaInstance(Arguments... arguments) : Instance{arguments...} {
+    tma = true;
+  }
 };
 
 // Fitted to 127 times of this family on an H200; the rms error is 10 % (docs/notes/depthwise.md).
@@ -283,13 +291,11 @@ Status MakePlan(const KernelDesc& kernel, const ConvProblem& problem, const Gpu&
 }
 
 // The first and last compute capability of an instance.
-template <class Of>
-std::pair<int, int> CapabilitiesOf(const Of&) {
-  return {80, 1000};
-}
 std::pair<int, int> CapabilitiesOf(const Instance& instance) {
   return instance.tma ? std::pair(90, 90) : std::pair(80, 1000);
 }
+std::pair<int, int> CapabilitiesOf(const ToeplitzInstance&) { return {80, 1000}; }
+std::pair<int, int> CapabilitiesOf(const HankelInstance&) { return {80, 1000}; }
 std::pair<int, int> CapabilitiesOf(const PairsInstance&) { return {90, 90}; }
 std::pair<int, int> CapabilitiesOf(const ToeplitzWgmmaInstance&) { return {90, 90}; }
 std::pair<int, int> CapabilitiesOf(const WalkInstance&) { return {90, 90}; }
@@ -302,18 +308,18 @@ PlanFunction PlanOf(const WalkInstance&) { return PlanWalk; }
 PlanFunction PlanOf(const HankelInstance&) { return PlanHankel; }
 
 using DirectInstance = Instance;
-using DirectTmaInstance = Instance;
+using DirectTmaInstance = TmaInstance;
 using WgradInstance = Instance;
-using WgradTmaInstance = Instance;
+using WgradTmaInstance = TmaInstance;
 
 }  // namespace
 
 std::vector<KernelDesc> Kernels() {
   std::vector<KernelDesc> all;
-#define KERNEL(ops, types, variant, header, form, arguments, ...)                          \
+#define KERNEL(ops, types, variant, header, form, arguments)                               \
   JAXCONV_ADD_KERNELS(all, ops, types, depthwise, variant, CapabilitiesOf(instance).first, \
                       CapabilitiesOf(instance).second, PlanOf(instance), form##Instance,   \
-                      JAXCONV_UNPACK __VA_ARGS__)
+                      JAXCONV_UNPACK arguments)
 #define FUSED(...)
 #include "cuda/depthwise/kernels.def"
   for (KernelDesc& kernel : all) {

@@ -11,7 +11,7 @@
 namespace jaxconv::depthwise_int8 {
 namespace {
 
-// A line of kernels.def.
+// The arguments of a line of kernels.def, in their order.
 struct Instance {
   int64_t stride, ctas_per_sm;
   bool any() const { return stride == 0; }
@@ -137,9 +137,9 @@ Status MakePlan(const KernelDesc& kernel, const ConvProblem& problem, const Gpu&
 
 std::vector<KernelDesc> Kernels() {
   std::vector<KernelDesc> all;
-#define KERNEL(ops, types, variant, header, form, arguments, ...)                             \
+#define KERNEL(ops, types, variant, header, form, arguments)                                  \
   JAXCONV_ADD_KERNELS(all, ops, types, depthwise_int8, variant, 80, 1000, MakePlan, Instance, \
-                      JAXCONV_UNPACK __VA_ARGS__)
+                      JAXCONV_UNPACK arguments)
 #include "cuda/depthwise_int8/kernels.def"
   return all;
 }

@@ -10,12 +10,24 @@
 
 namespace jaxconv::few_channels {
 
-// A line of kernels.def.
+// The device kernels, by the operation that they are named after.
+enum class Form { kFprop, kDgrad, kWgrad, kNarrowWgrad };
+
+// A line of kernels.def: its arguments, in their order, then what its form says.
 struct Instance {
   int64_t extent;          // pixels of fprop's tile, columns of z, rows of dw
   int64_t ctas_per_sm;     // limit from its registers
   bool by_chunks = false;  // copies the halo tile by chunks of 16 bytes
   int64_t warps_m = 1, warps_n = 1, warps_k = 1;
+  Form form = Form::kFprop;
+  bool three_tf32 = false;
+
+  // Whether the line's operation has narrow outputs, so that another operation's kernel computes it
+  // on the mirrored problem.
+  constexpr bool Narrow(Op op) const {
+    return form == Form::kNarrowWgrad || (form == Form::kFprop && op == Op::kDgrad) ||
+           (form == Form::kDgrad && op == Op::kFprop);
+  }
 };
 
 struct Tiling {

@@ -434,9 +434,7 @@ Status MakePlan(const KernelDesc& kernel, const ConvProblem& asked, const Gpu& g
   const auto& instance = *static_cast<const Instance*>(kernel.instance);
   JAXCONV_RETURN_IF_ERROR(CheckTypes(kernel, asked, /*tf32=*/true));
   ConvProblem problem = asked;
-  if (std::string_view(kernel.name).find("_narrow") != std::string_view::npos) {
-    JAXCONV_RETURN_IF_ERROR(Mirror(asked, &problem));
-  }
+  if (instance.Narrow(kernel.op)) JAXCONV_RETURN_IF_ERROR(Mirror(asked, &problem));
   JAXCONV_RETURN_IF_ERROR(CheckImages(kernel, problem));
   Tiling tiling;
   tiling.three_tf32 = kernel.three_tf32;
@@ -479,14 +477,21 @@ int LastOf(const RowsInstance&) { return 90; }
 int FirstOf(const Instance&) { return 80; }
 int FirstOf(const RowsInstance&) { return 90; }
 
-using FpropInstance = Instance;
-using DgradInstance = Instance;
-using WgradInstance = Instance;
-using NarrowWgradInstance = Instance;
-using Fprop3xTf32Instance = Instance;
-using Dgrad3xTf32Instance = Instance;
-using Wgrad3xTf32Instance = Instance;
-using NarrowWgrad3xTf32Instance = Instance;
+template <Form kForm, bool kThreeTf32 = false>
+struct InstanceOf : Instance {
+  template <typename... Arguments>
+  constexpr InstanceOf(Arguments... arguments) : Instance{arguments...} {
+    form = kForm, three_tf32 = kThreeTf32;
+  }
+};
+using FpropInstance = InstanceOf<Form::kFprop>;
+using DgradInstance = InstanceOf<Form::kDgrad>;
+using WgradInstance = InstanceOf<Form::kWgrad>;
+using NarrowWgradInstance = InstanceOf<Form::kNarrowWgrad>;
+using Fprop3xTf32Instance = InstanceOf<Form::kFprop, true>;
+using Dgrad3xTf32Instance = InstanceOf<Form::kDgrad, true>;
+using Wgrad3xTf32Instance = InstanceOf<Form::kWgrad, true>;
+using NarrowWgrad3xTf32Instance = InstanceOf<Form::kNarrowWgrad, true>;
 
 }  // namespace
 
@@ -526,7 +531,8 @@ std::vector<KernelDesc> Kernels() {
 #define FUSED(...)
 #include "cuda/few_channels/kernels.def"
   for (KernelDesc& kernel : all) {
-    kernel.three_tf32 = std::string_view(kernel.name).find("_3xtf32") != std::string_view::npos;
+    if (kernel.plan != MakePlan) continue;
+    kernel.three_tf32 = static_cast<const Instance*>(kernel.instance)->three_tf32;
   }
   return all;
 }

@@ -39,19 +39,72 @@ constexpr double kLongSumStatistics = 0.018, kShortSumStatistics = 0.065;
 constexpr double kStationaryStatistics = 0.035, kStationaryStatisticsC128 = 0.015;
 constexpr double kPointwiseSwapAbStatistics = 0.006, kSwapAbStatistics = 0.016;
 
-// The traits of each form, named as in kernels.def.
-constexpr uint32_t kTraitsOfCooperative = 0, kTraitsOfWgradCooperative = 0,
-                   kTraitsOfWgradMmaSync = 0, kTraitsOfPingpong = kPingpong,
-                   kTraitsOfWgradPingpong = kPingpong, kTraitsOfSwapAb = kPingpong | kSwapAb,
-                   kTraitsOfFilterRow = kPingpong | kFilterRow,
-                   kTraitsOfWeightStationary = kPingpong | kFilterRow,
-                   kTraitsOfSwapAbFilterRow = kPingpong | kSwapAb | kFilterRow,
-                   kTraitsOfSwapAbWeightStationary = kPingpong | kSwapAb | kFilterRow,
-                   kTraitsOfPatches = kPingpong | kPatches, kTraitsOfPingpongC48 = kPingpong | kC48,
-                   kTraitsOfPointwise = kPingpong | kPointwise,
-                   kTraitsOfPointwiseSwapAb = kPingpong | kSwapAb | kPointwise,
-                   kTraitsOfThreeTf32 = kThreeTf32, kTraitsOfWgradThreeTf32 = kThreeTf32,
-                   kTraitsOfCluster = kCluster, kTraitsOfWgradFilterRow = kFilterRow;
+// The line of each form of kernels.def, from its arguments. Those of the pipeline (stages, staging,
+// filter slots) matter to the device kernel alone.
+constexpr int64_t kBlockRows = 64;       // of one wgmma
+constexpr int64_t kSwapAbChannels = 64;  // of a swap-AB tile: one block of rows
+constexpr Instance CooperativeLine(int64_t consumers, int64_t blocks, int64_t columns,
+                                   int64_t second_columns, int64_t /*stages*/) {
+  return {0, consumers * blocks * kBlockRows, columns + second_columns};
+}
+constexpr Instance PingpongLine(int64_t blocks, int64_t columns, int64_t /*stages*/,
+                                int64_t /*staging*/ = 0) {
+  return {kPingpong, blocks * kBlockRows, columns};
+}
+constexpr Instance PingpongC48Line(int64_t blocks, int64_t columns, int64_t stages,
+                                   int64_t staging) {
+  return PingpongLine(blocks, columns, stages, staging).With(kC48);
+}
+constexpr Instance PatchesLine(int64_t blocks, int64_t columns, int64_t stages, int64_t staging) {
+  return PingpongLine(blocks, columns, stages, staging).With(kPatches);
+}
+constexpr Instance FilterRowLine(int64_t blocks, int64_t columns, int64_t stages,
+                                 int64_t /*slots*/) {
+  return PingpongLine(blocks, columns, stages).With(kFilterRow);
+}
+constexpr Instance WeightStationaryLine(int64_t blocks, int64_t columns, int64_t stages,
+                                        int64_t kept) {
+  return PingpongLine(blocks, columns, stages).With(kFilterRow).Keeping(kept);
+}
+constexpr Instance PointwiseLine(int64_t blocks, int64_t columns, int64_t stages, int64_t kept,
+                                 bool /*whole_rows*/) {
+  return PingpongLine(blocks, columns, stages).With(kPointwise).Keeping(kept).Dynamic();
+}
+constexpr Instance SwapAbLine(int64_t pixels, int64_t /*stages*/) {
+  return {kPingpong | kSwapAb, pixels, kSwapAbChannels};
+}
+constexpr Instance SwapAbFilterRowLine(int64_t pixels, int64_t stages, int64_t /*slots*/) {
+  return SwapAbLine(pixels, stages).With(kFilterRow);
+}
+constexpr Instance SwapAbWeightStationaryLine(int64_t pixels, int64_t stages, int64_t kept) {
+  return SwapAbLine(pixels, stages).With(kFilterRow).Keeping(kept);
+}
+constexpr Instance PointwiseSwapAbLine(int64_t pixels, int64_t stages, int64_t kept) {
+  return SwapAbLine(pixels, stages).With(kPointwise).Keeping(kept).Dynamic();
+}
+constexpr Instance ClusterLine(int64_t columns, int64_t /*stages*/) {
+  return {kCluster, kBlockRows, columns};
+}
+constexpr Instance ThreeTf32Line(int64_t consumers, int64_t columns, int64_t /*stages*/) {
+  return {kThreeTf32, consumers * kBlockRows, columns};
+}
+constexpr Instance WgradCooperativeLine(int64_t consumers, int64_t blocks, int64_t columns,
+                                        int64_t second_columns, int64_t stages) {
+  return CooperativeLine(consumers, blocks, columns, second_columns, stages);
+}
+constexpr Instance WgradPingpongLine(int64_t blocks, int64_t columns, int64_t stages) {
+  return PingpongLine(blocks, columns, stages);
+}
+constexpr Instance WgradFilterRowLine(int64_t /*stages*/) {
+  return {kFilterRow, kWgradRowTaps * kBlockRows, 64};
+}
+constexpr Instance WgradMmaSyncLine(int64_t warps_m, int64_t warps_n, int64_t rows, int64_t columns,
+                                    int64_t /*stages*/) {
+  return {0, warps_m * rows, warps_n * columns};
+}
+constexpr Instance WgradThreeTf32Line(int64_t columns, int64_t /*stages*/) {
+  return {kThreeTf32, 2 * kBlockRows, columns};
+}
 
 // Whether the fused form of an instance forms the statistics of y (statistics_sm90.cuh): pingpong
 // forms with 16-bit results whose tiles are rows of the output.
@@ -135,15 +188,15 @@ void JoinTiles(const Params& params, int64_t ctas, bool dynamic, EpilogueParams*
 }
 
 // The instance whose device code reads the filter as it is stored: for krsc, dgrad's code serves
-// fprop and fprop's serves dgrad.
+// fprop and fprop's serves dgrad. Both are of one line of kernels.def, which has one description.
 const KernelDesc* KernelOf(const KernelDesc& kernel, const ConvProblem& problem) {
-  if (KernelOp(problem) == kernel.op) return &kernel;
-  const std::string_view rest = std::string_view(kernel.name).substr(5);  // after "fprop" or
-                                                                          // "dgrad"
+  const Op op = KernelOp(problem);
+  if (op == kernel.op) return &kernel;
   static const std::vector<KernelDesc> kernels = Kernels();
   for (const KernelDesc& other : kernels) {
-    const std::string_view name = other.name;
-    if (other.op == KernelOp(problem) && name.substr(5) == rest) return &other;
+    if (other.op == op && other.instance == kernel.instance && other.dtype == kernel.dtype) {
+      return &other;
+    }
   }
   return nullptr;
 }
@@ -251,9 +304,9 @@ EpilogueCost EpilogueCostOf(const KernelDesc& kernel) {
 
 std::vector<KernelDesc> Kernels() {
   std::vector<KernelDesc> all;
-#define KERNEL(ops, types, variant, header, form, arguments, host)                             \
+#define KERNEL(ops, types, variant, header, form, arguments, ...)                              \
   JAXCONV_ADD_KERNELS(all, ops, types, igemm_wgmma, variant, 90, 90, PlanIgemmWgmma, Instance, \
-                      kTraitsOf##form, JAXCONV_UNPACK host)
+                      (form##Line arguments).Reaching(__VA_ARGS__))
 #define PADDED(...)
 #define FUSED(...)
 #include "cuda/igemm_wgmma/kernels.def"

@@ -11,7 +11,7 @@
 namespace jaxconv::imma_few_channels {
 namespace {
 
-// A line of kernels.def.
+// The arguments of a line of kernels.def, in their order.
 struct Instance {
   int64_t rows, stride, ctas_per_sm;
 };
@@ -149,9 +149,9 @@ Status MakePlan(const KernelDesc& kernel, const ConvProblem& problem, const Gpu&
 
 std::vector<KernelDesc> Kernels() {
   std::vector<KernelDesc> all;
-#define KERNEL(ops, types, variant, header, form, arguments, ...)                                \
+#define KERNEL(ops, types, variant, header, form, arguments)                                     \
   JAXCONV_ADD_KERNELS(all, ops, types, imma_few_channels, variant, 80, 1000, MakePlan, Instance, \
-                      JAXCONV_UNPACK __VA_ARGS__)
+                      JAXCONV_UNPACK arguments)
 #include "cuda/imma_few_channels/kernels.def"
   return all;
 }

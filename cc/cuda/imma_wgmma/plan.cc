@@ -11,7 +11,7 @@
 namespace jaxconv::imma_wgmma {
 namespace {
 
-// One entry of kernels.def.
+// What the plan knows of a line of kernels.def.
 struct Instance {
   int64_t tile_m, tile_n;
   bool pingpong = false;
@@ -320,13 +320,45 @@ Status PlanImmaWgmma(const KernelDesc& kernel, const ConvProblem& problem, const
   return {};
 }
 
+// The line of each form of kernels.def, from its arguments. Stages and filter slots matter to the
+// device kernel alone.
+constexpr int64_t kBlockRows = 64;  // of one wgmma
+constexpr Instance CooperativeLine(int64_t blocks, int64_t columns, int64_t /*stages*/) {
+  return {2 * blocks * kBlockRows, columns};
+}
+constexpr Instance PingpongLine(int64_t blocks, int64_t columns, int64_t /*stages*/) {
+  return {blocks * kBlockRows, columns, /*pingpong=*/true};
+}
+constexpr Instance FilterRowLine(int64_t blocks, int64_t columns, int64_t stages,
+                                 int64_t /*slots*/) {
+  Instance line = PingpongLine(blocks, columns, stages);
+  line.filter_row = true;
+  return line;
+}
+constexpr Instance SwapAbLine(bool pingpong, int64_t pixels, int64_t /*stages*/) {
+  Instance line{pixels, (pingpong ? 1 : 2) * kBlockRows, pingpong};
+  line.swap_ab = true;
+  return line;
+}
+constexpr Instance SwapAbFilterRowLine(bool pingpong, int64_t pixels, int64_t stages,
+                                       int64_t /*slots*/) {
+  Instance line = SwapAbLine(pingpong, pixels, stages);
+  line.filter_row = true;
+  return line;
+}
+constexpr Instance SwapAbWeightStationaryLine(int64_t pixels, int64_t stages, int64_t kept) {
+  Instance line = SwapAbFilterRowLine(/*pingpong=*/true, pixels, stages, /*slots=*/0);
+  line.stationary_k_blocks = kept;
+  return line;
+}
+
 }  // namespace
 
 std::vector<KernelDesc> Kernels() {
   std::vector<KernelDesc> all;
-#define KERNEL(ops, types, variant, header, form, arguments, host)                           \
+#define KERNEL(ops, types, variant, header, form, arguments)                                 \
   JAXCONV_ADD_KERNELS(all, ops, types, imma_wgmma, variant, 90, 90, PlanImmaWgmma, Instance, \
-                      JAXCONV_UNPACK host)
+                      form##Line arguments)
 #define PADDED(...)
 #include "cuda/imma_wgmma/kernels.def"
   return all;

@@ -22,7 +22,7 @@ struct Instance;
 using FormPlan = Status (*)(const Instance& instance, const Gpu& gpu, LaunchParams* launch,
                             double* microseconds);
 
-// The plan column of a line of kernels.def.
+// What the plans know of a line of kernels.def.
 struct Instance {
   FormPlan plan;
   int32_t m;

@@ -59,6 +59,10 @@ struct FourStage {
   }
 };
 
+// The same kernels, launched chunk by chunk (four_stage_plan.h).
+template <Op kOp, DType kType, int m, int kTileM, int kTileN, int kCtasPerSm>
+using Chunked = FourStage<kOp, kType, m, kTileM, kTileN, kCtasPerSm>;
+
 }  // namespace jaxconv::winograd
 
 #endif  // JAXCONV_CUDA_WINOGRAD_FOUR_STAGE_CUH_

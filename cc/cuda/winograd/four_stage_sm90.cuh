@@ -27,6 +27,10 @@ struct FourStageWgmma {
   }
 };
 
+// The same kernels, launched chunk by chunk (four_stage_plan.h).
+template <Op kOp, DType kType, int m>
+using ChunkedWgmma = FourStageWgmma<kOp, kType, m>;
+
 template <Op kOp, DType kType, int m, bool kHalfProducts = false, int kTileCols = 128>
 struct FourStagePingpong {
   using Product = std::conditional_t<kHalfProducts, __half, float>;

@@ -158,13 +158,51 @@ const char* Alias(const Instance& instance) {
   return instance.m == 2 ? "winograd_f2x2" : instance.m == 4 ? "winograd_f4x4" : "winograd_f6x6";
 }
 
+// The line of each form of kernels.def, from its arguments, the outputs of a tile along an axis
+// first.
+constexpr Instance FourStageLine(int32_t m, int32_t tile_m, int32_t tile_n, int32_t ctas_per_sm) {
+  return {PlanFourStage, m, /*axes=*/2, /*capability=*/80, tile_m, tile_n, ctas_per_sm};
+}
+constexpr Instance ChunkedLine(int32_t m, int32_t tile_m, int32_t tile_n, int32_t ctas_per_sm) {
+  return {PlanChunked, m, /*axes=*/2, /*capability=*/80, tile_m, tile_n, ctas_per_sm};
+}
+constexpr Instance FourStageWgmmaLine(int32_t m) {
+  return {PlanFourStage, m, /*axes=*/2, /*capability=*/90, 128, 128, /*ctas_per_sm=*/2};
+}
+constexpr Instance ChunkedWgmmaLine(int32_t m) {
+  return {PlanChunked, m, /*axes=*/2, /*capability=*/90, 128, 128, /*ctas_per_sm=*/2};
+}
+constexpr Instance FourStagePingpongLine(int32_t m, bool half_products = false,
+                                         int32_t columns = 128) {
+  const FormPlan plan = half_products ? PlanPingpongHalf : PlanPingpong;
+  return {plan, m, /*axes=*/2, /*capability=*/90, 128, columns, /*ctas_per_sm=*/1};
+}
+constexpr Instance FusedRowLine(int32_t m) {
+  return {PlanFusedRow, m, /*axes=*/1, /*capability=*/90, 64, 128, /*ctas_per_sm=*/1};
+}
+constexpr Instance SyncFreeLine(int32_t m, int32_t tile_m, int32_t tile_n, int32_t /*wmma_m*/,
+                                int32_t /*wmma_n*/) {
+  return {PlanSyncFree, m, /*axes=*/2, /*capability=*/80, tile_m, tile_n, /*ctas_per_sm=*/2};
+}
+constexpr Instance PkfLlcLine(int32_t m, int32_t tile_m, int32_t tile_n, int32_t /*wmma_m*/,
+                              int32_t /*wmma_n*/) {
+  return {PlanPkfLlc, m, /*axes=*/2, /*capability=*/80, tile_m, tile_n, /*ctas_per_sm=*/2};
+}
+constexpr Instance PkfShmemLine(int32_t m, int32_t tile_m, int32_t warp_n, int32_t parts,
+                                int32_t /*set_blocks*/, int32_t ctas_per_sm) {
+  return {PlanPkfShmem, m, /*axes=*/2, /*capability=*/80, tile_m, warp_n * parts, ctas_per_sm};
+}
+constexpr Instance ElementwiseLine(int32_t m) {
+  return {PlanElementwise, m, /*axes=*/2, /*capability=*/80, 8, 16, m == 2 ? 3 : 2};
+}
+
 }  // namespace
 
 std::vector<KernelDesc> Kernels() {
   std::vector<KernelDesc> all;
-#define KERNEL(ops, types, variant, header, form, arguments, plan)             \
+#define KERNEL(ops, types, variant, header, form, arguments)                   \
   JAXCONV_ADD_KERNELS(all, ops, types, winograd, variant, instance.capability, \
-                      MaxCapability(instance), MakePlan, Instance, JAXCONV_UNPACK plan)
+                      MaxCapability(instance), MakePlan, Instance, form##Line arguments)
 #include "cuda/winograd/kernels.def"
   for (KernelDesc& kernel : all) {
     kernel.alias = Alias(*static_cast<const Instance*>(kernel.instance));

@@ -243,6 +243,10 @@ struct SyncFree {
   }
 };
 
+// The same kernels, launched chunk by chunk (products_plan.h).
+template <Op kOp, DType kType, int m, int kTbM, int kTbN, int kWmmaM, int kWmmaN>
+using PkfLlc = SyncFree<kOp, kType, m, kTbM, kTbN, kWmmaM, kWmmaN>;
+
 }  // namespace jaxconv::winograd
 
 #endif  // JAXCONV_CUDA_WINOGRAD_SYNC_FREE_CUH_

@@ -12,6 +12,7 @@
 namespace jaxconv::winograd_int8 {
 namespace {
 
+// The argument of a line of kernels.def.
 struct Instance {
   int m;  // outputs of a tile along an axis
 };
@@ -178,9 +179,9 @@ Status MakePlan(const KernelDesc& kernel, const ConvProblem& problem, const Gpu&
 
 std::vector<KernelDesc> Kernels() {
   std::vector<KernelDesc> all;
-#define KERNEL(ops, types, variant, header, form, arguments, plan)                         \
+#define KERNEL(ops, types, variant, header, form, arguments)                               \
   JAXCONV_ADD_KERNELS(all, ops, types, winograd_int8, variant, 90, 90, MakePlan, Instance, \
-                      JAXCONV_UNPACK plan)
+                      JAXCONV_UNPACK arguments)
 #define PADDED(...)
 #include "cuda/winograd_int8/kernels.def"
   for (KernelDesc& kernel : all) kernel.on_request = true;
