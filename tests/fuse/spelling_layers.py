@@ -23,7 +23,7 @@ class Activation(NamedTuple):
     Attributes:
         function: the function, with its derivatives at kinks; equal for equivalent spellings.
         kernel: the function of the kernels' table with this derivative; if the table has none (as
-    for other derivatives at kinks), a name of its own.
+            for other derivatives at kinks), a name of its own.
         apply: the spelling.
         kinks: the operands at which derivatives jump.
     """

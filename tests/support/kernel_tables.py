@@ -70,7 +70,7 @@ def parse(family: str, text: str) -> list[Instance]:
 
     Raises:
         ValueError: there is text outside the calls, an unknown operation or type, a duplicate
-    instance, or another form of an instance that does not exist.
+            instance, or another form of an instance that does not exist.
     """
     text = DIRECTIVE.sub("", COMMENT.sub("", text))
     if rest := CALL.sub("", text).replace(";", "").strip():
