@@ -46,8 +46,8 @@ bool Takes(const KernelDesc& kernel, const ConvProblem& problem) {
   return kernel.op == problem.op && kernel.plan(kernel, problem, Model("h200"), 0, &plan).ok();
 }
 
-// Channel counts that are not multiples of 8. The padded instances refuse float32 results, groups,
-// and channel counts that need no padding.
+// Channel counts that are not multiples of 8: few_channels and padded instances refuse float32
+// results and groups; padded instances also refuse channel counts that need no padding.
 void TestPaddedChannels() {
   for (const char* line :
        {"fprop bf16:bf16:f32 default b1 n1 g1 c3 k64 i8x8 f3x3 o8x8 s1x1 l1x1 d1x1 p1_1x1_1",

@@ -16,7 +16,7 @@ from jaxconv._src.problem.spec import Op
 
 # The emulator runs every line of these families' tables.
 WHOLE = ("block_diagonal", "depthwise", "winograd", "winograd_int8")
-# dgrad instances whose line of the table is tested as fprop, but whose k-blocks differ.
+# dgrad instances whose line of the table is tested as fprop, but whose walk has other steps.
 ALSO = ("dgrad_depthwise_bf16_4ch_5x5_stride2_walk",)
 
 DEPTHWISE = [
@@ -111,27 +111,27 @@ BLOCK_DIAGONAL = {
 }
 # Tiles that consist of whole images.
 BLOCK_DIAGONAL_MAPS = problem("maps", (5, 6), 3, n=24, c=72, k=72, groups=9, padding=1)
-# For "7rows" instances (seven output rows by TMA): tails of rows and of columns, padding that two
-# rows share, batched filters.
+# For "7rows" and "rows" instances (TMA): tails of rows and of columns, padding that two rows share,
+# batched filters.
 BLOCK_DIAGONAL_RUNS = [
     problem("runs", (9, 15), 3, n=3, c=72, k=72, groups=18, padding=1),
     problem("cropped", (16, 36), 3, c=64, k=64, groups=4, padding=((0, 2), (-1, 3))),
     problem("batched", (7, 7), 3, c=64, k=64, groups=32, padding=1, batch=2),
 ]
-# For "rows" instances (64 pixels of output rows): two tiles of columns; tiles of several images,
-# partial at the end, whose rows share their padding or do not.
+# For "rows" instances (tiles of 64 pixels): two tiles of columns; tiles of several images, the last
+# one partial, whose rows share their padding or do not.
 BLOCK_DIAGONAL_ROWS = [
     problem("columns", (5, 70), 3, n=2, c=72, k=72, groups=9, padding=1),
     problem("images", (6, 13), 3, n=9, c=64, k=64, groups=2, padding=((1, 0), (2, 2))),
     problem("shared", (7, 7), 3, n=9, c=72, k=72, groups=36, padding=1),
 ]
-# For "stride2" instances, which split x into its even and odd columns; padding shifts these.
+# For "stride2" instances: the parity of the padding decides the two residue classes.
 BLOCK_DIAGONAL_STRIDED = [
     problem("odd", (18, 37), 3, n=3, c=72, k=72, groups=18, padding=1, stride=2),
     problem("even", (14, 20), 3, c=64, k=64, groups=4, padding=((0, 1), (-2, 3)), stride=2),
     problem("mixed", (9, 58), 3, c=64, k=64, groups=32, padding=((2, 0), (1, 0)), stride=2),
 ]
-# For "any" instances: a filter row in two parts.
+# For instances with any filter size: a filter row in two parts.
 BLOCK_DIAGONAL_ANY = problem("any", (7, 9), (2, 6), c=24, k=24, groups=12, padding=2, dilation=2)
 
 WINOGRAD = [

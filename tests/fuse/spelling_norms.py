@@ -284,7 +284,7 @@ SPREADS: dict[str, Callable[[Array, Array, int], Array]] = {
 CONVERTS = (
     "float32",  # the norm computes in float32 and rounds once
     "promoted",  # float32 moments; y is promoted by float32 vectors
-    "float32 moments",  # float32 moments, rounded to y's type before all else
+    "float32 moments",  # float32 moments; all else in y's type
     "rounded between",  # y normalised in float32, gain and offset in y's type
     "narrow",  # all of it in y's type
     "float32 to the end",  # also the shortcut and the activation
