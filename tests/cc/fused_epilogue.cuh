@@ -1,5 +1,5 @@
-// What the tests of fused epilogues share: an instance's device code compiled with FusedEpilogue,
-// run through its family's plan, and compared with a double-precision reference.
+// Shared by the tests of fused epilogues: compiles an instance's device code with FusedEpilogue,
+// runs it through its family's plan, and compares with a double-precision reference.
 #ifndef JAXCONV_TESTS_CC_FUSED_EPILOGUE_CUH_
 #define JAXCONV_TESTS_CC_FUSED_EPILOGUE_CUH_
 
@@ -21,15 +21,15 @@
 #include "cuda/common/kernel.h"
 #include "cuda/common/query_gpu.h"
 
-// The tag of every line of a family's kernels.def, with the fused epilogue. Device code is compiled
-// for those that JAXCONV_CHECK names.
+// Defines the tag of every line of a family's kernels.def with the fused epilogue. Device code is
+// compiled only for the instances that JAXCONV_CHECK names.
 #define JAXCONV_FUSED_TAG(op, dtype, variant, family, form, arguments)                   \
   struct JAXCONV_TAG(op, family, dtype, variant)                                         \
       : family::form<JAXCONV_OP_##op, JAXCONV_DTYPE_##dtype, JAXCONV_UNPACK arguments> { \
     using Epilogue = FusedEpilogue;                                                      \
   };
 
-// Checks an instance on a problem cut into so many slices (0: as the plan likes).
+// Checks an instance on a problem in `slices` slices (0: the plan chooses).
 #define JAXCONV_CHECK(op, family, dtype, variant, gpu, problem, slices)                            \
   CheckInstance<JAXCONV_TAG(op, family, dtype, variant), JAXCONV_DTYPE_##dtype,                    \
                 family::LaunchParams>(JAXCONV_NAME(op, family, dtype, variant), family::Kernels(), \
@@ -105,8 +105,8 @@ inline std::vector<double> Draw(size_t size, int range, double unit, uint32_t* s
   return values;
 }
 
-// Outputs are poisoned with NaN beforehand; the residual holds NaN and both infinities, which must
-// reach their own element and no other.
+// Outputs are filled with NaN before the launch. The residual contains NaN and both infinities,
+// which must reach only their own elements.
 template <class Tag, DType kType, class LaunchParams>
 void CheckInstance(const char* name, const std::vector<KernelDesc>& kernels, const Gpu& gpu,
                    const ConvProblem& problem, int64_t slices) {
@@ -191,7 +191,7 @@ void CheckInstance(const char* name, const std::vector<KernelDesc>& kernels, con
   }
 }
 
-// The main function of a test: 77, which skips it, where the GPU is not the one that it needs.
+// The main function of a test. Returns 77 (skipped) if this GPU is not of the kind that it needs.
 inline int RunTest(const char* name, void (*test)(const Gpu&), bool needs_hopper) {
   Gpu gpu;
   if (Status status = QueryGpu(0, &gpu); !status.ok()) {

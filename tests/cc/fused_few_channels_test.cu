@@ -1,4 +1,4 @@
-// The fused epilogue in every form of few_channels and in the split-K reduction behind them.
+// The fused epilogue in every form of few_channels and in their split-K reduction.
 #include "cc/fused_epilogue.cuh"
 #include "cuda/few_channels/dgrad.cuh"
 #include "cuda/few_channels/fprop.cuh"

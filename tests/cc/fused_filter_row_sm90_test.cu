@@ -1,5 +1,5 @@
 // The fused epilogue in the filter-row, weight-stationary and pointwise forms of igemm_wgmma.
-// Compiled for sm_90a, runs on Hopper alone.
+// Compiled for sm_90a; runs on Hopper only.
 #include "cc/fused_igemm_wgmma_sm90.cuh"
 
 namespace jaxconv {
@@ -25,7 +25,7 @@ void TestForms(const Gpu& gpu) {
                 Layer(kDgrad, kBF16, 5, 13, 11, 64, 128, 1), 0);
 }
 
-// On the GPU's SMs, and on one, whose CTA has three tiles or more.
+// Plans for all SMs, and for one SM, whose CTA processes at least three tiles.
 void Test(const Gpu& gpu) {
   TestForms(gpu);
   Gpu one = gpu;

@@ -1,5 +1,5 @@
 // The fused epilogue (scale, bias, residual, activation) in the forms of igemm_wgmma that gather
-// every tap, and in the split-K reduction behind them. Compiled for sm_90a, runs on Hopper alone.
+// every tap, and in their split-K reduction. Compiled for sm_90a; runs on Hopper only.
 #include "cc/fused_igemm_wgmma_sm90.cuh"
 
 namespace jaxconv {
@@ -29,7 +29,7 @@ void TestForms(const Gpu& gpu) {
                 Layer(kFprop, kF32, 3, 13, 11, 36, 72, 3), 1);
 }
 
-// On the GPU's SMs, and on one, whose CTA has three tiles or more.
+// Plans for all SMs, and for one SM, whose CTA processes at least three tiles.
 void Test(const Gpu& gpu) {
   TestForms(gpu);
   Gpu one = gpu;

@@ -1,5 +1,5 @@
-// The fused epilogue (scale, bias, residual, activation) in every form of igemm_simt and in the
-// split-K reduction behind them, on whole and ragged rows, groups and batches.
+// The fused epilogue (scale, bias, residual, activation) in every form of igemm_simt and in their
+// split-K reduction: full and partial tiles, groups and batches.
 #include "cc/fused_epilogue.cuh"
 #include "cuda/igemm_simt/plan.h"
 #include "cuda/igemm_simt/two_stage.cuh"

@@ -1,5 +1,5 @@
-// The instances of igemm_wgmma with the fused epilogue, for the tests of its forms. Compiled for
-// sm_90a.
+// The instances of igemm_wgmma compiled with the fused epilogue, for the tests of its forms.
+// Compiled for sm_90a.
 #ifndef JAXCONV_TESTS_CC_FUSED_IGEMM_WGMMA_SM90_CUH_
 #define JAXCONV_TESTS_CC_FUSED_IGEMM_WGMMA_SM90_CUH_
 

@@ -1,5 +1,5 @@
-// The fused epilogue in every form of igemm_wmma and in the split-K reduction behind them, on whole
-// and ragged rows, groups and batches.
+// The fused epilogue in every form of igemm_wmma and in their split-K reduction: full and partial
+// tiles, groups and batches.
 #include "cc/fused_epilogue.cuh"
 #include "cuda/igemm_wmma/multistage.cuh"
 #include "cuda/igemm_wmma/plan.h"

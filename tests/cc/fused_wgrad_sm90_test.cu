@@ -1,5 +1,5 @@
-// The fused epilogue in the weight gradients of igemm_wgmma, and in the split-K reduction behind
-// them. Compiled for sm_90a, runs on Hopper alone.
+// The fused epilogue in the weight gradients of igemm_wgmma and in their split-K reduction.
+// Compiled for sm_90a; runs on Hopper only.
 #include "cc/fused_igemm_wgmma_sm90.cuh"
 
 namespace jaxconv {

@@ -1,6 +1,6 @@
-"""The CUDA programs of tests/cc, compiled with nvcc and run, where there are nvcc and a GPU.
+"""Compiles the CUDA programs of tests/cc with nvcc and runs them, if there are nvcc and a GPU.
 
-Those named ``_sm90_test`` are compiled for sm_90a and return 77 on any other GPU.
+Programs named ``_sm90_test`` are compiled for sm_90a and return 77 on any other GPU.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def test_long_tests_begin_at_once(count, longs, workers):
     order = long_first(list(range(count)), [i in longs for i in range(count)], workers)
     assert sorted(order) == list(range(count))
     at, begins = 0, []
-    for worker in range(workers):  # each one's part, as xdist hands them out
+    for worker in range(workers):  # the parts that xdist gives to each worker
         begins += order[at : at + 1]
         at += (count - at) // (workers - worker)
     assert count < workers or longs <= set(begins)
@@ -46,7 +46,7 @@ def test_program(program, tmp_path):
     endings = (".cc", ".cu", "_sm90.cu") if sm90 else (".cc", ".cu")
     binary = tmp_path / program.stem
     command = [
-        # As many units, and functions of a unit, at a time as there are cores.
+        # Compiles units, and the functions of a unit, in parallel on all cores.
         *(compiler, "-std=c++17", "-O1", "-DNDEBUG", "-t", "0", "-split-compile=0", architecture),
         *("-I", str(CC), "-I", str(TESTS)),
         *map(str, sources(program, endings)),
