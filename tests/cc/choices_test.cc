@@ -22,7 +22,8 @@
 //     choices_test --write [FOLDER]  writes choices.tsv and never_chosen.tsv
 //     choices_test --select          answers lines of GPU, key, algorithm from standard input, for
 //                                    tools/bench_problems.py; the algorithm "pass" asks for the plan
-//                                    of a pass
+//                                    of a pass, "xla_terms" for the terms of XLA's time, for
+//                                    tools/calibrate.py
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
@@ -39,6 +40,7 @@
 #include <vector>
 
 #include "cuda/common/instances.h"
+#include "cuda/common/xla_cost.h"
 #include "cuda/passes.h"
 #include "cuda/registry.h"
 #include "cuda/select.h"
@@ -374,6 +376,15 @@ void AnswerOfPass(const std::string& key, const Gpu& gpu) {
             << '\t' << plan.microseconds << std::endl;
 }
 
+// Class, operations and operands of the calibration's line, and the terms; empty fields where XLA is
+// no candidate.
+void AnswerOfXlaTerms(const ConvProblem& problem, const Gpu& gpu) {
+  XlaTerms terms;
+  if (!XlaTermsOf(problem, gpu, &terms)) terms = XlaTerms();
+  std::cout << terms.problem_class << '\t' << terms.operations << '\t' << terms.operands << '\t'
+            << terms.compute_us << '\t' << terms.memory_us << '\t' << terms.passes_us << std::endl;
+}
+
 // Answers as the Python module of a platform does: instance, workspace bytes, slices, both predicted
 // times, refusals; "!" and a message for an error.
 int Answer() {
@@ -389,6 +400,10 @@ int Answer() {
         continue;
       }
       status = ConvProblem::Parse(asked[1], &problem);
+      if (status.ok() && asked[2] == "xla_terms") {
+        AnswerOfXlaTerms(problem, gpu);
+        continue;
+      }
     }
     if (status.ok()) status = Select(problem, gpu, asked[2], &selection);
     if (status.ok()) {

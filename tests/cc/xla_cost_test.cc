@@ -118,6 +118,7 @@ std::vector<Measured> ReadMeasured() {
   std::ifstream file(path);
   std::vector<Measured> found;
   for (std::string line; std::getline(file, line);) {
+    if (line[0] == '#') continue;
     std::istringstream fields(line);
     Measured row;
     std::string field;
