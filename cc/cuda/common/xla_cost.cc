@@ -92,7 +92,7 @@ constexpr double kReductionShare = 0.13;
 // --- classes ---------------------------------------------------------------------------------------
 
 constexpr int64_t kFewest = 4;
-// Not measured: less channels, and channels that are no multiple of so many bytes, which separate
+// Not measured: fewer channels, and channels that are no multiple of so many bytes, which separate
 // kernels pad.
 constexpr int64_t kLeastChannels = 16, kAlignedBytes = 16;
 constexpr int64_t kTaps3x3 = 9;
@@ -187,11 +187,6 @@ double FlopsPerUs(const XlaTerms& terms, const Gpu& gpu) {
   return 2 * per_clock * gpu.sm_count * gpu.cycles_per_us();
 }
 
-// A TF32 wgrad with more channels than half a tile and less than a tile does not fit cuBLAS's small
-// tiles; cuDNN computes it, this many times slower: 384 -> 96 on 256x14x14 takes 50 us, 384 -> 64
-// takes 31.
-constexpr double kBetweenTiles = 1.6;
-
 // The outputs of whole tiles, and in dense fprop and dgrad of whole waves of them, relative to those
 // of the matrix product. Wgrad and cuBLAS fill the last wave with slices of the reduction. Smaller
 // tiles waste less and run slower: the square root is between both.
@@ -204,11 +199,8 @@ double ProductExcess(const ConvProblem& problem, const XlaTerms& terms, const Gp
                 gemm_n = fprop || wgrad ? problem.k : problem.c;
   int64_t tiles = CeilDiv(gemm_m, kTile) * CeilDiv(gemm_n, kTile);
   if (!pointwise && !wgrad) tiles = CeilDiv(tiles, gpu.sm_count) * gpu.sm_count;
-  const double excess = std::sqrt(static_cast<double>(tiles * kTile * kTile) /
-                                  (static_cast<double>(gemm_m) * static_cast<double>(gemm_n)));
-  const int64_t narrow = std::min(gemm_m, gemm_n);
-  const bool between = pointwise && wgrad && terms.operands == kTf32;
-  return between && narrow > kTile / 2 && narrow < kTile ? kBetweenTiles * excess : excess;
+  return std::sqrt(static_cast<double>(tiles * kTile * kTile) /
+                   (static_cast<double>(gemm_m) * static_cast<double>(gemm_n)));
 }
 
 // The FLOPs of a block of groups, relative to those of its groups.
@@ -224,8 +216,8 @@ double BlockExcess(const ConvProblem& problem, const XlaTerms& terms, const Gpu&
 // 256 channels on 128x56x56 take 74.0 us, 256 -> 64 take 63.6.
 constexpr double kWrittenExcess = 0.35;
 // Tensors whose pixels are no whole cache lines take longer, by this share, in 16-bit fprop and dgrad
-// of pointwise layers and in depthwise wgrad. Without it the rms error of the logarithm is 0.07 and
-// 0.25 instead of 0.06 and 0.23.
+// of pointwise layers and in depthwise wgrad. Without it the rms error of the logarithm in the former
+// is 0.073 instead of 0.058.
 constexpr int64_t kLineBytes = 128;
 constexpr double kPartialLineExcess = 0.15;
 
