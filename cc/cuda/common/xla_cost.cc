@@ -38,7 +38,8 @@ constexpr Calibration kCalibration[] = {
 #include "cuda/calibration/h200.def"
 };
 
-// The rule that combines the terms. Loads and arithmetic overlap, least where both take as long.
+// The rule that combines the terms: loads and arithmetic overlap, but not fully where both take about
+// as long.
 double Combined(const XlaTerms& terms, const Calibration& calibration) {
   const double compute = terms.compute_us / calibration.compute_share;
   const double memory = terms.memory_us / calibration.memory_share;
