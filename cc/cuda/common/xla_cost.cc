@@ -27,7 +27,7 @@ struct Calibration {
   std::string_view problem_class, operations, operands;
   double fixed_us;       // launches, memsets, first and last tile
   double compute_share;  // of the pipe's rate
-  double memory_share;   // of the DRAM rate; above 1 where the L2 holds a part of the tensors
+  double memory_share;   // of the DRAM rate of a copy; above 1 where loads come nearer to the peak
 };
 
 // An H200's; other GPUs scale it by their rates.
