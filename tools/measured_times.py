@@ -4,7 +4,8 @@
     python tools/measured_times.py rows.json
 
 Times by an H200's device clock replace those of the same problem and kernel; other rows and kernels
-remain. ``tests/cc/xla_cost_test.cc`` reads the table.
+remain. The table begins with lines ``# fact: value``, which remain too.
+``tests/cc/xla_cost_test.cc`` and ``tools/calibrate.py`` read the table.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import pathlib
+import re
 import sys
 from collections.abc import Iterator, Sequence
 
@@ -26,10 +28,18 @@ TABLE = pathlib.Path(__file__).parents[1] / "tests" / "cc" / "measured_times.tsv
 Times = dict[str, tuple[float, dict[str, float]]]
 
 
+def facts(path: pathlib.Path) -> dict[str, str]:
+    """What holds for all times: GPU, driver, version of JAX, commit, command."""
+    found = re.findall(r"^# (\w+): (.*)$", path.read_text(), re.MULTILINE)
+    return dict(found)
+
+
 def read(path: pathlib.Path) -> Times:
     """Reads the table."""
     found: Times = {}
     for line in path.read_text().splitlines():
+        if line.startswith("#"):
+            continue
         key, lax, *kernels = line.split("\t")
         pairs = (kernel.split("=") for kernel in kernels)
         found[key] = float(lax), {name: float(us) for name, us in pairs}
@@ -37,8 +47,9 @@ def read(path: pathlib.Path) -> Times:
 
 
 def write(path: pathlib.Path, times: Times) -> None:
-    """Writes the table, each problem's fastest kernel first."""
-    lines = []
+    """Writes the table below its facts, each problem's fastest kernel first."""
+    before = facts(path) if path.exists() else {}
+    lines = [f"# {name}: {value}" for name, value in before.items()]
     for key, (lax, kernels) in times.items():
         ordered = sorted(kernels.items(), key=lambda item: item[1])
         lines.append("\t".join([key, f"{lax:.4g}", *(f"{n}={us:.4g}" for n, us in ordered)]))

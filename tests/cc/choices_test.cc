@@ -22,9 +22,16 @@
 //
 //     choices_test [FOLDER]          compares the tables of FOLDER (default: this file's folder)
 //     choices_test --write [FOLDER]  writes choices.tsv and never_chosen.tsv
+<<<<<<< HEAD
 //     choices_test --select          writes the selection for each line (GPU, key, algorithm) of
 //                                    standard input, for tools/bench_problems.py; the algorithm
 //                                    "pass" asks for the plan of a pass
+=======
+//     choices_test --select          answers lines of GPU, key, algorithm from standard input, for
+//                                    tools/bench_problems.py; the algorithm "pass" asks for the plan
+//                                    of a pass, "xla_terms" for the terms of XLA's time, for
+//                                    tools/calibrate.py
+>>>>>>> xla
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
@@ -41,6 +48,7 @@
 #include <vector>
 
 #include "cuda/common/instances.h"
+#include "cuda/common/xla_cost.h"
 #include "cuda/passes.h"
 #include "cuda/registry.h"
 #include "cuda/select.h"
@@ -376,8 +384,22 @@ void AnswerOfPass(const std::string& key, const Gpu& gpu) {
             << '\t' << plan.microseconds << std::endl;
 }
 
+<<<<<<< HEAD
 // Answers with the fields that the Python module of a platform returns: instance, workspace bytes,
 // slices, the predicted times of the instance and of XLA, refusals; "!" and a message for an error.
+=======
+// Class, operations and operands of the calibration's line, and the terms; empty fields where XLA is
+// no candidate.
+void AnswerOfXlaTerms(const ConvProblem& problem, const Gpu& gpu) {
+  XlaTerms terms;
+  if (!XlaTermsOf(problem, gpu, &terms)) terms = XlaTerms();
+  std::cout << terms.problem_class << '\t' << terms.operations << '\t' << terms.operands << '\t'
+            << terms.compute_us << '\t' << terms.memory_us << '\t' << terms.passes_us << std::endl;
+}
+
+// Answers as the Python module of a platform does: instance, workspace bytes, slices, both predicted
+// times, refusals; "!" and a message for an error.
+>>>>>>> xla
 int Answer() {
   for (std::string line; std::getline(std::cin, line);) {
     const std::vector<std::string> asked = Split(line, '\t');
@@ -391,6 +413,10 @@ int Answer() {
         continue;
       }
       status = ConvProblem::Parse(asked[1], &problem);
+      if (status.ok() && asked[2] == "xla_terms") {
+        AnswerOfXlaTerms(problem, gpu);
+        continue;
+      }
     }
     if (status.ok()) status = Select(problem, gpu, asked[2], &selection);
     if (status.ok()) {

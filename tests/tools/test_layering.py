@@ -25,7 +25,8 @@ MAY_INCLUDE = {
     "core": {"core"},
     "cpu": {"core", "cpu"},
     "cuda/ptx": {"core", "cuda/ptx"},
-    "cuda/common": {"core", "cuda/ptx", "cuda/common"},
+    "cuda/calibration": set(),
+    "cuda/common": {"core", "cuda/calibration", "cuda/ptx", "cuda/common"},
     **{own: {"core", "cuda/ptx", "cuda/common", own} for own in FAMILIES | AROUND},
     # The files of cc/cuda itself, which search all families for a choice, a plan or a launch.
     "cuda": {"core", "cuda", "cuda/common", *FAMILIES},
