@@ -22,16 +22,10 @@
 //
 //     choices_test [FOLDER]          compares the tables of FOLDER (default: this file's folder)
 //     choices_test --write [FOLDER]  writes choices.tsv and never_chosen.tsv
-<<<<<<< HEAD
-//     choices_test --select          writes the selection for each line (GPU, key, algorithm) of
-//                                    standard input, for tools/bench_problems.py; the algorithm
-//                                    "pass" asks for the plan of a pass
-=======
-//     choices_test --select          answers lines of GPU, key, algorithm from standard input, for
-//                                    tools/bench_problems.py; the algorithm "pass" asks for the plan
-//                                    of a pass, "xla_terms" for the terms of XLA's time, for
-//                                    tools/calibrate.py
->>>>>>> xla
+//     choices_test --select          writes an answer for each line (GPU, key, algorithm) of
+//                                    standard input: the selection, for tools/bench_problems.py;
+//                                    the algorithm "pass" asks for the plan of a pass, "xla_terms"
+//                                    for the terms of XLA's time, for tools/calibrate.py
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
@@ -384,10 +378,6 @@ void AnswerOfPass(const std::string& key, const Gpu& gpu) {
             << '\t' << plan.microseconds << std::endl;
 }
 
-<<<<<<< HEAD
-// Answers with the fields that the Python module of a platform returns: instance, workspace bytes,
-// slices, the predicted times of the instance and of XLA, refusals; "!" and a message for an error.
-=======
 // Class, operations and operands of the calibration's line, and the terms; empty fields where XLA is
 // no candidate.
 void AnswerOfXlaTerms(const ConvProblem& problem, const Gpu& gpu) {
@@ -397,9 +387,8 @@ void AnswerOfXlaTerms(const ConvProblem& problem, const Gpu& gpu) {
             << terms.compute_us << '\t' << terms.memory_us << '\t' << terms.passes_us << std::endl;
 }
 
-// Answers as the Python module of a platform does: instance, workspace bytes, slices, both predicted
-// times, refusals; "!" and a message for an error.
->>>>>>> xla
+// Answers with the fields that the Python module of a platform returns: instance, workspace bytes,
+// slices, the predicted times of the instance and of XLA, refusals; "!" and a message for an error.
 int Answer() {
   for (std::string line; std::getline(std::cin, line);) {
     const std::vector<std::string> asked = Split(line, '\t');
