@@ -47,9 +47,8 @@ LEAST_WEIGHT = 0.05
 OVERLAPS = (2.75, 3.0, 3.25, 3.5, 3.75)
 
 # Bounds of the fixed microseconds and of the shares. Launches, the first and the last tile take at
-# most some 16 us where short rows were measured (dense wgrad, 23 us); a fit to long rows alone says
-# nothing about them. The model's DRAM rate is that of a large copy, 0.9 of the peak; loads alone
-# come nearer to the peak.
+# most some 16 us where short rows were measured (dense wgrad, 23 us). The model's DRAM rate is that
+# of a large copy, 0.9 of the peak; loads alone come nearer to the peak.
 FIXED_US = (0.1, 16.0)
 COMPUTE_SHARE = (1e-4, 1.0)
 MEMORY_SHARE = (1e-4, 1 / 0.9)
@@ -57,10 +56,13 @@ MEMORY_SHARE = (1e-4, 1 / 0.9)
 # Initial values of the three; the fit takes the best of what it finds from each.
 STARTS = ((3.0, 0.4, 0.7), (7.0, 0.7, 0.4), (7.0, 0.1, 0.1))
 
-# What is not fitted: with less than ROWS rows the fixed time, which then is FEW_FIXED_US; where
-# compute / memory is the same in all rows up to the factor SPREAD, the memory share, which is 1.
+# What is not fitted. The fixed time in classes with less than ROWS rows or without a row shorter
+# than SHORT_US, because long rows say nothing about it: it is that of the same class and operations
+# with other operands, TF32 first, or UNFITTED_US. The memory share in classes where the ratio of
+# compute to memory is the same in all rows up to the factor SPREAD: it is 1.
 ROWS = 7
-FEW_FIXED_US = 3.0
+SHORT_US = 60.0
+UNFITTED_US = 3.0
 SPREAD = 1.5
 
 Name = tuple[str, str, str]  # class, operations, operands
@@ -115,12 +117,17 @@ class Fit:
     cost: float  # the weighted robust sum of squares
 
 
-def fit(rows: Rows, overlap: float) -> Fit:
-    """The parameters of a class by least squares."""
+def fits_fixed(rows: Rows) -> bool:
+    """Whether the rows of a class determine its fixed time."""
+    return len(rows.lax) >= ROWS and rows.lax.min() < SHORT_US
+
+
+def fit(rows: Rows, overlap: float, fixed: float = UNFITTED_US) -> Fit:
+    """The parameters of a class by least squares; ``fixed`` where the rows do not determine it."""
     ratio = rows.compute / rows.memory
-    free = [len(rows.lax) >= ROWS, True, ratio.max() > SPREAD * ratio.min()]
+    free = [fits_fixed(rows), True, ratio.max() > SPREAD * ratio.min()]
     low, high = np.log(np.array([FIXED_US, COMPUTE_SHARE, MEMORY_SHARE]))[free].T
-    given = np.log(np.array([FEW_FIXED_US, 1.0, 1.0]))
+    given = np.log(np.array([fixed, 1.0, 1.0]))
 
     def parameters(logarithms: np.ndarray) -> np.ndarray:
         every = given.copy()
@@ -139,6 +146,18 @@ def fit(rows: Rows, overlap: float) -> Fit:
     ]
     best = min(fits, key=lambda found: found.cost)
     return Fit(tuple(float(f"{value:.3g}") for value in parameters(best.x)), best.cost)
+
+
+def fit_all(classes: dict[Name, Rows], overlap: float) -> dict[Name, Fit]:
+    """The parameters of all classes."""
+    fits = {name: fit(rows, overlap) for name, rows in classes.items() if fits_fixed(rows)}
+    for (problem_class, operations, operands), rows in classes.items():
+        name = problem_class, operations, operands
+        if name not in fits:
+            others = ((problem_class, operations, other) for other in ("tf32", "16-bit"))
+            related = next((fits[o] for o in others if o in fits and fits_fixed(classes[o])), None)
+            fits[name] = fit(rows, overlap, related.parameters[0] if related else UNFITTED_US)
+    return fits
 
 
 def line(name: Name, rows: Rows, found: Fit, overlap: float) -> str:
@@ -162,8 +181,9 @@ HEADER = """\
 // XLA(class, operations, operands, fixed us, share of the compute rate, share of the DRAM rate)
 //   // measured rows; least, median and greatest predicted / measured
 //
-// Not fitted: fixed = {fixed:g} us in classes with less than {rows} rows; DRAM share 1 in classes
-// with the same ratio of FLOPs to bytes in all rows.
+// Not fitted: fixed in classes with less than {rows} rows or none shorter than {short:g} us, where
+// it is that of the class with other operands or {fixed:g} us; DRAM share 1 in classes with the
+// same ratio of FLOPs to bytes in all rows.
 #ifndef XLA_OVERLAP
 #define XLA_OVERLAP(...)
 #endif
@@ -181,13 +201,14 @@ FOOTER = """\
 def calibration(program: pathlib.Path) -> str:
     """The text of the file."""
     classes = dict(sorted(read(program).items()))
-    fits = {p: {name: fit(rows, p) for name, rows in classes.items()} for p in OVERLAPS}
+    fits = {p: fit_all(classes, p) for p in OVERLAPS}
     overlap = min(OVERLAPS, key=lambda p: sum(found.cost for found in fits[p].values()))
     facts = measured_times.facts(measured_times.TABLE)
     text = HEADER.format(
         facts="\n".join(f"// {name}: {value}" for name, value in facts.items()),
         rows=ROWS,
-        fixed=FEW_FIXED_US,
+        short=SHORT_US,
+        fixed=UNFITTED_US,
     )
     lines = [line(name, rows, fits[overlap][name], overlap) for name, rows in classes.items()]
     return "\n".join([f"{text}XLA_OVERLAP({overlap:g})", *lines, FOOTER])

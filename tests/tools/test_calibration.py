@@ -32,9 +32,9 @@ def test_a_class_with_few_rows_fits_less(calibrate):
         return calibrate.Rows(compute, memory, 0 * memory, lax, 0 * memory + 1)
 
     few = calibrate.fit(rows(6, np.linspace(1.0, 90.0, 6)), 3.25)
-    assert few.parameters[0] == calibrate.FEW_FIXED_US and few.parameters[2] != 1
+    assert few.parameters[0] == calibrate.UNFITTED_US and few.parameters[2] != 1
     proportional = calibrate.fit(rows(20, np.linspace(10.0, 20.0, 20)), 3.25)
-    assert proportional.parameters[0] != calibrate.FEW_FIXED_US and proportional.parameters[2] == 1
+    assert proportional.parameters[0] != calibrate.UNFITTED_US and proportional.parameters[2] == 1
 
 
 # Numbers of the calibration, and floating-point literals of the sources that plan and predict, by
