@@ -31,8 +31,8 @@ _FASTEST, _FASTEST_PREPARED = 2, 1
 
 # Forms of the seed's paper, and of Hopper, one variant each where they differ by little.
 _FORMS = re.compile(
-    r"_[24]x[24]_(elementwise_\w+|four_stage_128x128x64(_pingpong)?|chunked_128x128x64"
-    r"|sync_free_\w+_16x16x16|pkf_\w+)$|_[24]x3_fused_row_\w+$"
+    r"_[24]x[24]_(elementwise_\w+|four_stage_128x128x64(_pingpong)?|chunked_\w+|sync_free_\w+"
+    r"|pkf_\w+)$|_[24]x3_fused_row_\w+$"
 )
 
 
