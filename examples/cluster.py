@@ -1,7 +1,7 @@
 """Trains a small convolutional network data parallel in several processes, on jaxconv's kernels.
 
     pip install '.[examples]'
-    srun python examples/cluster.py            # on a cluster: a process a task, JAX finds them
+    srun python examples/cluster.py            # on a cluster: one process for each task
     python examples/cluster.py --processes 2   # here: two on the CPU, compared with one
 
 Every process runs this program and computes with its own devices. The batch is split over the
@@ -39,7 +39,7 @@ from sklearn.datasets import load_digits
 
 import jaxconv
 
-LIMIT = 1e-5  # on the relative difference of losses, which another order of summation makes
+LIMIT = 1e-5  # of the relative difference of losses, which is due to the order of summation
 
 
 class CNN(nnx.Module):
@@ -52,7 +52,7 @@ class CNN(nnx.Module):
             nnx.Sequential(
                 nnx.Conv(c, k, (3, 3), stride, use_bias=False, rngs=rngs),
                 nnx.BatchNorm(k, rngs=rngs),
-                nnx.silu,  # smooth: no rounding error decides whether a pixel counts
+                nnx.silu,  # smooth, so that rounding errors stay small
             )
             for c, k, stride in zip(widths[:-1], widths[1:], strides, strict=True)
         )
@@ -67,28 +67,28 @@ class CNN(nnx.Module):
 
 
 class State(NamedTuple):
-    """What a step replaces."""
+    """The values that a step replaces."""
 
     parameters: nnx.State
-    statistics: nnx.State  # batch norm's running ones
+    statistics: nnx.State  # batch norm's running statistics
     momenta: optax.OptState
 
 
 class Run(NamedTuple):
-    """What one training gave, the same in every process."""
+    """The outcome of a training, the same in every process."""
 
     losses: list[float]
     program: str  # a digest of the step's text, before it is compiled
-    parameters: str  # a digest of their bits
-    calls: dict[str, int]  # of jaxconv's kernels, that one device makes in a step
-    collectives: dict[str, int]  # that it takes part in
+    parameters: str  # a digest of the parameters' bits
+    calls: dict[str, int]  # calls of jaxconv's kernels by one device in a step
+    collectives: dict[str, int]  # collectives that it takes part in
 
 
 OPTIMIZER = optax.sgd(0.05, momentum=0.9)
 
 
 def made() -> tuple[Callable, State]:
-    """The training step, and the state to begin with, the same in every process."""
+    """The training step and the initial state, the same in every process."""
     graph, parameters, statistics = nnx.split(CNN(nnx.Rngs(0)), nnx.Param, nnx.BatchStat)
 
     def step(state: State, images: jax.Array, labels: jax.Array) -> tuple[State, jax.Array]:
@@ -109,12 +109,12 @@ CALL = r'custom_call_target="jaxconv_(\w+)"'
 
 
 def counted(pattern: str, compiled: jax.stages.Compiled) -> dict[str, int]:
-    """How often a compiled program has each of the operations of this pattern."""
+    """How often a compiled program contains each operation that matches the pattern."""
     return dict(collections.Counter(re.findall(pattern, compiled.as_text())))
 
 
 def train(devices: Sequence[jax.Device], steps: int, batch: int) -> Run:
-    """Trains on the digits, a batch of which is split over the devices of all processes."""
+    """Trains on the digits; batches are split over the devices of all processes."""
     mesh = jax.make_mesh((len(devices),), ("data",), (AxisType.Auto,), devices=devices)
     split, replicated = NamedSharding(mesh, P("data")), NamedSharding(mesh, P())
     train_step, initial = made()
@@ -131,7 +131,8 @@ def train(devices: Sequence[jax.Device], steps: int, batch: int) -> Run:
         for _ in range(steps):
             chosen = rng.choice(len(classes), batch, replace=False)
             mine = chosen[jax.process_index() * share :][:share]
-            # Each process gives its examples; together they are one array of the whole batch.
+            # Each process supplies its own examples; together they form one array of the whole
+            # batch.
             yield tuple(
                 jax.make_array_from_process_local_data(split, part[mine], (batch, *part.shape[1:]))
                 for part in (pixels, classes)
@@ -159,12 +160,13 @@ def train(devices: Sequence[jax.Device], steps: int, batch: int) -> Run:
 def run_processes(
     commands: Sequence[Sequence[str]], seconds: float, environment: dict[str, str] | None = None
 ) -> list[str]:
-    """What each of these processes, which run at once, printed on its standard output.
+    """Runs processes at the same time, and returns the standard output of each.
 
-    None is left when this returns or raises: the first that fails, and the time limit, end all.
+    All processes have ended when this returns or raises: it kills them if one fails, or after the
+    time limit.
 
     Raises:
-        RuntimeError: a process failed, or was not done in time; with the errors of all.
+        RuntimeError: a process failed or took too long; the message has the errors of all.
     """
     with tempfile.TemporaryDirectory() as folder:
         names = [os.path.join(folder, str(i)) for i in range(len(commands))]
@@ -182,7 +184,7 @@ def run_processes(
                 time.sleep(0.05)
         finally:
             for child in children:
-                child.kill()  # nothing happens to those that have ended
+                child.kill()  # has no effect on ended processes
                 child.wait()
 
         def said(ending: str) -> list[str]:
@@ -200,7 +202,7 @@ def run_processes(
 
 
 def run_group(processes: int, steps: int, batch: int, seconds: float = 300) -> list[Run]:
-    """What each of so many processes of this machine's CPU, one group, says of its training."""
+    """Trains in a group of processes on this machine's CPU; returns each one's outcome."""
     with socket.socket() as probe:  # a port that is free now, for process 0 to listen on
         probe.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{probe.getsockname()[1]}"
@@ -215,26 +217,26 @@ def run_group(processes: int, steps: int, batch: int, seconds: float = 300) -> l
 
 
 def differences(runs: Sequence[Run], one: Run) -> list[str]:
-    """What the processes of a group do not have in common, or not with a single process."""
+    """The differences between the processes of a group, and from a single process."""
     found = []
     for field in ("program", "parameters"):
         if len({getattr(run, field) for run in runs}) > 1:
             found.append(f"{field}: not the same in all processes")
     for i, run in enumerate(runs):
         far = np.max(np.abs(np.divide(run.losses, one.losses) - 1))
-        if not far <= LIMIT:  # also when it is NaN
+        if not far <= LIMIT:  # also if it is NaN
             found.append(f"losses of process {i} are off by {far:.1e} from those of one process")
     return found
 
 
 def told(run: Run) -> str:
-    """A training in one line."""
+    """The summary of a training in one line."""
     operations = ", ".join(f"{n} {name}" for name, n in (run.calls | run.collectives).items())
     return f"loss {run.losses[0]:.6f} -> {run.losses[-1]:.6f}; a step has {operations}"
 
 
 def compare(args: argparse.Namespace) -> int:
-    """Runs a group of processes on this machine, and one process; the exit status."""
+    """Compares a group of processes on this machine with one process; returns the exit status."""
     runs = run_group(args.processes, args.steps, args.batch_size)
     (one,) = run_group(1, args.steps, args.batch_size)
     for name, run in ((f"{args.processes} processes", runs[0]), ("one process", one)):
@@ -257,7 +259,7 @@ def main() -> int:
     args = parser.parse_args()
     if args.processes and not args.coordinator:
         return compare(args)
-    # Before anything that asks for devices. Slurm, Open MPI and Kubernetes say the rest themselves.
+    # Must precede anything that asks for devices. Slurm, Open MPI and Kubernetes supply the rest.
     jax.distributed.initialize(args.coordinator, args.processes, args.process)
     jaxconv.install()
     run = train(jax.devices(), args.steps, args.batch_size)

@@ -59,21 +59,21 @@ SHAPES = {
     "classify": Shape(64, 10, window=2, padding="VALID"),  # 1x1
 }
 LAST = "classify"
-# What each layer reads: the images, or the layer before.
+# The input of each layer: the images, or the layer before.
 INPUT = dict(zip(SHAPES, ["images", *SHAPES], strict=False))
 
 Layer = Callable[..., Any]
-Weights = dict[str, tuple[jax.Array, jax.Array]]  # of each layer: filter and bias
-Scales = dict[str, np.float32]  # of the images, and of each layer's result
+Weights = dict[str, tuple[jax.Array, jax.Array]]  # filter and bias of each layer
+Scales = dict[str, np.float32]  # scales of the images, and of each layer's result
 
 
 def network(layer: Layer, images: Any) -> Any:
-    """The network, for any meaning of a layer.
+    """The network, with any implementation of a layer.
 
     Args:
-        layer: (name, x, residual=False) -> y: convolution, bias, where ``residual`` the sum with x,
+        layer: (name, x, residual=False) -> y: convolution, bias, with ``residual`` the sum with x,
             and ReLU except in the last layer.
-        images: what the first layer takes.
+        images: the input of the first layer.
 
     Returns:
         Logits (N, 10).
@@ -89,7 +89,7 @@ def network(layer: Layer, images: Any) -> Any:
 
 
 class CNN(nnx.Module):
-    """The network in Flax, with batch normalisation behind every convolution but the last."""
+    """The network in Flax, with batch normalisation after every convolution but the last."""
 
     def __init__(self, rngs: nnx.Rngs):
         """Draws the initial weights."""
@@ -133,7 +133,7 @@ def batches(data: Data, size: int, epochs: int, seed: int, what: str) -> Iterato
         for _ in range(epochs):
             order = rng.permutation(len(data.train_labels))
             for chosen in np.split(order[: count * size], count):
-                # A digit moved sideways is the same digit.
+                # A digit that is shifted sideways is the same digit.
                 images = np.roll(data.train_images[chosen], rng.integers(-1, 2), axis=2)
                 yield images, data.train_labels[chosen]
                 progress.update()
@@ -160,7 +160,7 @@ def train(data: Data, args: argparse.Namespace) -> CNN:
 
 
 def folded(model: CNN) -> Weights:
-    """Filters and biases with batch normalisation folded in."""
+    """The filters and biases with folded batch normalisation."""
     weights = {}
     for name in SHAPES:
         conv = getattr(model, name)
@@ -190,7 +190,7 @@ def float_network(weights: Weights, images: jax.Array) -> tuple[jax.Array, dict[
 
 
 def fake_quant_network(weights: Weights, scales: Scales, images: jax.Array) -> jax.Array:
-    """Logits as the quantised network computes them, on float32 weights, with gradients."""
+    """Logits of the quantised network, simulated on float32 weights, with gradients."""
 
     def layer(name: str, x: jax.Array, residual: bool = False) -> jax.Array:
         w, bias = weights[name]
@@ -204,7 +204,7 @@ def fake_quant_network(weights: Weights, scales: Scales, images: jax.Array) -> j
 
 
 def quantized(weights: Weights, scales: Scales) -> dict[str, int8.QuantizedConv]:
-    """The quantised network's constants: packed filters, scales of requantisation, biases."""
+    """The quantised network's constants: packed filters, requantisation scales, biases."""
     return {
         name: int8.quantize_conv(
             *weights[name],
@@ -218,7 +218,7 @@ def quantized(weights: Weights, scales: Scales) -> dict[str, int8.QuantizedConv]
 def int8_network(
     layers: dict[str, int8.QuantizedConv], scales: Scales, images: jax.Array
 ) -> jax.Array:
-    """Logits of the quantised network, float32."""
+    """Logits of the quantised network, in float32."""
 
     def layer(name: str, x: jax.Array | int8.Packed, residual: bool = False):
         shape, last = SHAPES[name], name == LAST
@@ -236,14 +236,14 @@ def int8_network(
             data_format="NHWC" if last else "NCHW32",
         )
 
-    # One channel: the first layer reads it as it lies and writes NCHW32.
+    # The first layer reads images of one channel unpacked, and writes NCHW32.
     return network(layer, int8.quantize(images, scales["images"]))
 
 
 def train_quantized(
     weights: Weights, scales: Scales, data: Data, args: argparse.Namespace
 ) -> Weights:
-    """Quantisation-aware training: a few epochs of ``fake_quant_network`` at fixed scales."""
+    """Quantisation-aware training: a few epochs of ``fake_quant_network`` with fixed scales."""
     epochs = max(1, args.epochs // 4)
     steps = epochs * (len(data.train_labels) // args.batch_size)
     optimizer = optax.adam(optax.cosine_decay_schedule(2e-5, steps))
@@ -266,14 +266,14 @@ def train_quantized(
 
 
 class Result(NamedTuple):
-    """What one network gave on the test images."""
+    """The outcome of a network on the test images."""
 
     logits: np.ndarray
-    milliseconds: float  # for all test images, the least of several runs
-    kilobytes: float  # of its constants
+    milliseconds: float  # for all test images, the minimum of several runs
+    kilobytes: float  # size of its constants
 
     def accuracy(self, labels: np.ndarray) -> float:
-        """In per cent."""
+        """Accuracy in per cent."""
         return float(np.mean(self.logits.argmax(-1) == labels)) * 100
 
 

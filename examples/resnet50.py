@@ -36,8 +36,8 @@ from tqdm import tqdm
 
 import jaxconv
 
-ALLOWED = 3.0  # times the largest distance of lax's curves from its first
-SMOOTHED = 10  # steps: a loss curve's running mean
+ALLOWED = 3.0  # times the largest distance between lax's first curve and its others
+SMOOTHED = 10  # steps in the running mean of a loss curve
 STAGES = ((3, 1), (4, 2), (6, 2), (3, 2))  # blocks and stride of each
 DTYPES = {"bf16": jnp.bfloat16, "f32": jnp.float32}
 
@@ -62,13 +62,13 @@ class ConvNorm(nnx.Module):
 
 
 class Bottleneck(nnx.Module):
-    """1x1, 3x3 and 1x1 convolutions around which the block's input is added."""
+    """1x1, 3x3 and 1x1 convolutions, to whose result the block's input is added."""
 
     def __init__(self, c: int, width: int, stride: int, dtype, rngs: nnx.Rngs):
         """``c`` channels to ``4 width``."""
         self.reduce = ConvNorm(c, width, 1, 1, dtype, rngs)
         self.window = ConvNorm(width, width, 3, stride, dtype, rngs)
-        # Goyal et al. 2017: each block begins as its shortcut.
+        # Goyal et al. 2017: each block initially equals its shortcut.
         self.expand = ConvNorm(width, 4 * width, 1, 1, dtype, rngs, gain=0.0)
         narrow = c != 4 * width or stride != 1
         self.shortcut = ConvNorm(c, 4 * width, 1, stride, dtype, rngs) if narrow else None
@@ -80,7 +80,7 @@ class Bottleneck(nnx.Module):
 
 
 class ResNet50(nnx.Module):
-    """He et al. 2015, with the stride in the 3x3 convolution."""
+    """The network of He et al. 2015, with the stride in the 3x3 convolution."""
 
     def __init__(self, classes: int, dtype, rngs: nnx.Rngs):
         """Draws the initial weights."""
@@ -103,25 +103,25 @@ class ResNet50(nnx.Module):
 class Program(NamedTuple):
     """A compiled step."""
 
-    step: Callable  # of (state, images, labels) to (state, loss); takes the state's memory
-    state: nnx.State  # the initial one, in the host's memory
-    seconds: float  # of compilation
-    summary: str  # of jaxconv's kernels in the step
+    step: Callable  # (state, images, labels) -> (state, loss); the state is donated
+    state: nnx.State  # the initial state, in host memory
+    seconds: float  # time of compilation
+    summary: str  # jaxconv's kernels in the step, as text
 
 
 class Run(NamedTuple):
-    """What one training gave."""
+    """The outcome of a training."""
 
-    losses: np.ndarray  # one a step
-    milliseconds: float  # a step
+    losses: np.ndarray  # one for each step
+    milliseconds: float  # time of a step
 
     @property
     def curve(self) -> np.ndarray:
-        """The losses' running mean."""
+        """The running mean of the losses."""
         return np.convolve(self.losses, np.full(SMOOTHED, 1 / SMOOTHED), "valid")
 
     def distance(self, other: Run) -> float:
-        """Root mean square of the difference between two curves."""
+        """The root mean square difference of two curves."""
         return float(np.sqrt(np.mean((self.curve - other.curve) ** 2)))
 
 
@@ -134,12 +134,12 @@ def draw_batches(args: argparse.Namespace) -> list[tuple[np.ndarray, np.ndarray]
 
 
 def training_step(args: argparse.Namespace) -> tuple[Callable, nnx.State]:
-    """The step, of (state, images, labels) to (state, loss), and the initial state."""
+    """The step (state, images, labels) -> (state, loss), and the initial state."""
     dtype = DTYPES[args.dtype]
     model = ResNet50(10, dtype, nnx.Rngs(args.seed))
     rate = optax.warmup_cosine_decay_schedule(0.0, 0.02, max(args.steps // 10, 1), args.steps)
     optimizer = nnx.Optimizer(model, optax.sgd(rate, 0.9, nesterov=True), wrt=nnx.Param)
-    # fuse and donation want a function of arrays; modules change in place.
+    # fuse and donation need a function of arrays, but modules change in place.
     graph, state = nnx.split((model, optimizer))
 
     def step(state: nnx.State, images: jax.Array, labels: jax.Array):
@@ -159,7 +159,7 @@ def training_step(args: argparse.Namespace) -> tuple[Callable, nnx.State]:
 
 
 def summarised(explanation: jaxconv.Explanation) -> str:
-    """How many convolutions of the step run on jaxconv's kernels, and what those compute beside."""
+    """The number of the step's convolutions on jaxconv's kernels, and the steps fused into them."""
     everything = sum(c.count for c in explanation)
     beside = collections.Counter()
     for c in explanation:
@@ -170,7 +170,7 @@ def summarised(explanation: jaxconv.Explanation) -> str:
 
 
 def compile_step(name: str, args: argparse.Namespace, batch: tuple) -> Program:
-    """``name`` is "lax", which leaves jaxconv out, or ours."""
+    """Compiles a step; ``name`` is "lax", which runs without jaxconv, or the name of ours."""
     step, state = training_step(args)
     on_lax = name == "lax"
     if args.fuse and not on_lax:
@@ -184,7 +184,7 @@ def compile_step(name: str, args: argparse.Namespace, batch: tuple) -> Program:
 
 
 def train(name: str, program: Program, batches: list, order: np.ndarray) -> Run:
-    """Trains from the initial weights with the examples of each batch in this order."""
+    """Trains from the initial weights; ``order`` permutes the examples of each batch."""
     losses, ends = [], []
     state = jax.device_put(program.state)
     for images, labels in tqdm(batches, desc=name, unit="step"):
@@ -229,7 +229,7 @@ def main() -> int:
 
 
 def alike(lax: Run, again: list[Run], ours: Run, ours_name: str) -> bool:
-    """Whether our loss curve is as near to lax's as other orders of the examples bring lax's."""
+    """Whether our loss curve is as close to lax's as lax's curves with permuted batches are."""
     noise, distance = [run.distance(lax) for run in again], ours.distance(lax)
     shown = ", ".join(f"{each:.2e}" for each in sorted(noise))
     print(f"distance from lax's loss curve (rms): other orders {shown}; {ours_name} {distance:.2e}")

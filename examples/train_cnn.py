@@ -10,8 +10,8 @@ and the two loss curves are compared. Exits with status 1 if the test accuracy i
 
     python examples/train_cnn.py --algorithm winograd_f4x4 --dtype bf16
 
-trains with Winograd forwards and backwards. Because Winograd needs stride 1, the layers then have
-stride 1, and max pooling follows the last two. lax's convolution remains direct.
+uses Winograd in the forward pass and in data gradients. Because Winograd needs stride 1, the layers
+then have stride 1, and max pooling follows the last two. lax's convolution remains direct.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ class CNN(nnx.Module):
         """Draws the initial weights.
 
         Args:
-            conv_general_dilated: what every convolution runs.
+            conv_general_dilated: the function that computes every convolution.
             rngs: the source of the weights.
-            dtype: of activations, of ``DTYPES``; parameters are float32.
-            pooled: the image is halved by max pooling, not by convolutions of stride 2.
+            dtype: the type of activations, one of ``DTYPES``; parameters are float32.
+            pooled: whether max pooling halves the image, instead of convolutions with stride 2.
         """
 
         def conv(c: int, k: int, stride: int) -> nnx.Conv:
@@ -62,7 +62,7 @@ class CNN(nnx.Module):
                 kernel_size=(3, 3),
                 strides=1 if pooled else stride,
                 dtype=DTYPES[dtype],
-                conv_general_dilated=conv_general_dilated,  # the one line that selects jaxconv
+                conv_general_dilated=conv_general_dilated,  # this line selects jaxconv
                 rngs=rngs,
             )
 
@@ -114,21 +114,21 @@ class Data(NamedTuple):
 
 
 class Run(NamedTuple):
-    """What one training gave."""
+    """The outcome of a training."""
 
     losses: np.ndarray  # one per step
     accuracies: np.ndarray  # on the test images, one per epoch
-    seconds: float  # of all steps, without compilation and tests
+    seconds: float  # time of all steps, without compilation and tests
     kernels: list[str]  # jaxconv's kernel instances in the training step
 
     @property
     def accuracy(self) -> float:
-        """On the test images, after the last epoch."""
+        """Accuracy on the test images after the last epoch."""
         return float(self.accuracies[-1])
 
 
 def load_data(seed: int) -> Data:
-    """scikit-learn's digits, a fifth of them kept for the test, every class in proportion."""
+    """scikit-learn's digits; a stratified fifth of them is the test set."""
     digits = load_digits()
     images = (digits.images / 16.0).astype(np.float32)[..., None]
     labels = digits.target.astype(np.int32)
@@ -138,7 +138,7 @@ def load_data(seed: int) -> Data:
 
 
 def train(name: str, conv_general_dilated: Callable, data: Data, args: argparse.Namespace) -> Run:
-    """Trains one network; the seed fixes its initial weights and the order of the examples."""
+    """Trains one network; the seed determines its initial weights and the order of the examples."""
     pooled = args.algorithm != "auto"
     model = CNN(conv_general_dilated, nnx.Rngs(args.seed), args.dtype, pooled)
     batches_per_epoch = len(data.train_labels) // args.batch_size
@@ -149,11 +149,11 @@ def train(name: str, conv_general_dilated: Callable, data: Data, args: argparse.
     def batches():
         order = rng.permutation(len(data.train_labels))
         for chosen in np.split(order[: batches_per_epoch * args.batch_size], batches_per_epoch):
-            # A digit moved sideways is the same digit: each batch moves by -1, 0 or 1 pixels.
+            # A shifted digit is the same digit: each batch is shifted by -1, 0 or 1 pixels.
             images = np.roll(data.train_images[chosen], rng.integers(-1, 2), axis=2)
             yield images, data.train_labels[chosen]
 
-    # Compiled ahead of the first step, so that the time below is that of the steps alone.
+    # Compiles before the first step, so that the measured time is that of the steps.
     first = data.train_images[: args.batch_size], data.train_labels[: args.batch_size]
     explanation = jaxconv.explain(train_step, model, optimizer, *first)
     kernels = [c.instance for c in explanation.convolutions if c.instance]
@@ -183,7 +183,7 @@ def running_mean(values: np.ndarray, width: int) -> np.ndarray:
 
 def plot(ours: Run, theirs: Run, path: str) -> None:
     """Draws both loss curves, the accuracies, and the difference of the losses."""
-    matplotlib.use("Agg")  # draws into a file, with or without a display
+    matplotlib.use("Agg")  # draws into a file; needs no display
     from matplotlib import pyplot as plt
 
     figure, (top, middle, bottom) = plt.subplots(
@@ -191,7 +191,7 @@ def plot(ours: Run, theirs: Run, path: str) -> None:
     )
     steps = np.arange(1, len(ours.losses) + 1)
     epoch = len(steps) // len(ours.accuracies)
-    # lax's curve is wide, as ours often lies on it.
+    # lax's curve is wide, because ours often coincides with it.
     for name, run, color, width in (("lax", theirs, "0.6", 4), ("jaxconv", ours, "C0", 1.5)):
         top.semilogy(steps, run.losses, color=color, linewidth=0.5, alpha=0.4)
         label = f"{name}, {run.seconds:.1f} s"
@@ -214,7 +214,7 @@ def plot(ours: Run, theirs: Run, path: str) -> None:
     if not equal.all():
         bottom.semilogy(steps[~equal], difference[~equal], ".", color="C3", markersize=2)
     if equal.any():
-        # A logarithmic axis has no zero: marks on its lower edge.
+        # A logarithmic axis has no zero: such points are marked on its lower edge.
         edge = bottom.get_xaxis_transform()
         label = f"equal to the last bit: {equal.sum()} of {len(steps)} steps"
         zeros = np.zeros(equal.sum())

@@ -1,4 +1,4 @@
-"""Configuration: options, platforms, seeds, the record of a GPU run."""
+"""Configuration: options, platforms, seeds, and the record of a GPU run."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def pytest_report_header(config):
 
 
 def pytest_terminal_summary(terminalreporter):
-    """What tests tell: results of the random problems, summed, and the state of the GPU report."""
+    """Prints the summed results of the random problems, and the state of the GPU report."""
     total: collections.Counter[str] = collections.Counter()
     for report in terminalreporter.getreports("passed") + terminalreporter.getreports("failed"):
         for name, value in report.user_properties:
@@ -69,13 +69,13 @@ def pytest_terminal_summary(terminalreporter):
 
 
 def gpu_missing() -> str:
-    """Why tests marked gpu cannot run here; "" where they can."""
+    """The reason why tests marked gpu cannot run here, or ""."""
     if jax.default_backend() != "gpu":
         return f"no GPU: jax's default backend is {jax.default_backend()}"
     return ""
 
 
-@pytest.hookimpl(wrapper=True, tryfirst=True)  # around -k and -m, which deselect
+@pytest.hookimpl(wrapper=True, tryfirst=True)  # sees the items that -k and -m have left
 def pytest_collection_modifyitems(config, items):
     config.gpu_tests = {item.nodeid for item in items if item.get_closest_marker("gpu")}
     missing = gpu_missing()
@@ -92,7 +92,7 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    """``--dist worksteal`` in place of pytest-xdist's default: see ``long_first``."""
+    """Makes ``worksteal`` pytest-xdist's default scheduler; ``long_first`` gives the reason."""
     if config.getvalue("dist") != "load":
         return None
     from xdist.scheduler import WorkStealingScheduling
@@ -102,7 +102,7 @@ def pytest_xdist_make_scheduler(config, log):
 
 @pytest.fixture(autouse=True)
 def optimization(request):
-    """XLA optimises what it compiles in tests that are marked so: their arrays are large."""
+    """Turns XLA's optimisations on for tests marked ``optimized``, whose arrays are large."""
     if request.node.get_closest_marker("optimized"):
         jax.config.update("jax_disable_most_optimizations", False)
         yield
@@ -116,7 +116,7 @@ PLATFORMS = [pytest.param("cpu"), pytest.param("cuda", marks=pytest.mark.gpu)]
 
 @pytest.fixture(params=PLATFORMS)
 def platform(request):
-    """Runs a test on every platform: its name, with arrays and programs placed there."""
+    """Runs a test on every platform. Yields its name; arrays and programs are placed there."""
     kind = {"cpu": "cpu", "cuda": "gpu"}[request.param]
     with jax.default_device(jax.devices(kind)[0]):
         yield request.param
@@ -124,7 +124,7 @@ def platform(request):
 
 @pytest.fixture
 def on_the_cpu():
-    """Programs run there, and are fused as there."""
+    """Programs run on the CPU, and ``fuse`` rewrites for it."""
     with jax.default_device(jax.devices("cpu")[0]):
         yield
 
@@ -141,7 +141,7 @@ def mesh():
 
 
 class GpuRecord:
-    """Collects what the tests marked gpu did; with pytest-xdist, in the controlling process."""
+    """Collects outcomes of tests marked gpu; with pytest-xdist, in the controlling process."""
 
     def __init__(self, path: str, gpu_count: int):
         self.path = path
@@ -180,7 +180,7 @@ def seed(request) -> int:
 
 @pytest.fixture
 def native_cpu() -> native.Platform:
-    """The CPU kernels. Their absence is a failure where the build is meant to make them."""
+    """The CPU kernels. The test fails if they are missing in a build that should have them."""
     kernels = native.load("cpu")
     if isinstance(kernels, native.Refusal):
         if native_cpu_expected():
@@ -195,14 +195,14 @@ def native_cpu_expected() -> bool:
 
 @pytest.fixture
 def for_a_gpu_on_the_cpu(monkeypatch):
-    """``fuse`` rewrites for GPUs; what else it does in 16 bits depends on the device."""
+    """``fuse`` rewrites for a GPU, but programs run on the CPU."""
     monkeypatch.setenv("JAXCONV_TARGET", "sm_90a")
     with jax.default_device(jax.devices("cpu")[0]):
         yield
 
 
 class CudaCalls:
-    """In place of the CUDA library: its calls by name, and no kernel that takes a problem."""
+    """Stands for the CUDA library: it lists its calls by name, and refuses every problem."""
 
     def __init__(self, arrays):
         self.arrays = arrays
@@ -212,7 +212,7 @@ class CudaCalls:
         return native.Selection(None, refusals=(native.Refusal("all", "not in this test"),))
 
     def plan_pass(self, key, _):
-        """Kernels of passes take channels in multiples of 8."""
+        """Plans a pass if its channels are a multiple of 8, as kernels of passes require."""
         (channels,) = (int(word[1:]) for word in key.split() if re.fullmatch(r"c\d+", word))
         if channels % 8:
             return native.PassPlan(None, "not in this test", 1, 0, 0.0)
@@ -221,7 +221,7 @@ class CudaCalls:
 
 @pytest.fixture
 def cuda_calls(monkeypatch, native_cpu):
-    """Programs are lowered as where the CUDA kernels are loaded. Any library lists all calls."""
+    """Lowers programs as if the CUDA kernels were loaded."""
     load = native.load
     calls = CudaCalls(native_cpu.arrays)
     monkeypatch.setattr(native, "load", lambda name: calls if name == "cuda" else load(name))
@@ -229,7 +229,7 @@ def cuda_calls(monkeypatch, native_cpu):
 
 @pytest.fixture
 def native_kernels(platform) -> native.Platform:
-    """The kernels of the test's platform; on a GPU machine the CUDA kernels must be there too."""
+    """The kernels of the test's platform. A machine with a GPU must have the CUDA kernels."""
     kernels = native.load(platform)
     if isinstance(kernels, native.Refusal):
         if platform == "cuda" or native_cpu_expected():

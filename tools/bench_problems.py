@@ -1,4 +1,4 @@
-"""Writes ``tests/cc/bench_problems.tsv``: every problem that the benches ask of the CUDA kernels.
+"""Writes ``tests/cc/bench_problems.tsv``: every problem that the benches give to CUDA kernels.
 
     python tools/bench_problems.py && build/choices/choices_test --write
 
@@ -6,14 +6,14 @@ needs no GPU and no CUDA: selection is compiled as a host program (``tests/cc/ch
 which replaces ``_jaxconv.cuda``. The problems, for an H200, are
 
 - the layers of the sets (``jaxconv/bench/layers.py``) and of the networks
-  (``jaxconv/bench/networks``), every operation in float16, bfloat16 and float32, and fprop in 8
-  bits, in both layouts with its epilogue;
-- the layers of the set "winograd" by every tile, the filter prepared or not;
-- the convolutions of the networks' training steps and of their inference, as ``override`` and
-  ``fuse`` make them, with epilogues and statistics, with Winograd where that is faster, and of the
-  network that is quantised.
+  (``jaxconv/bench/networks``): every operation in float16, bfloat16 and float32, and fprop in 8
+  bits, in both layouts, with its epilogue;
+- the layers of the set "winograd" by every tile, with the filter prepared or not;
+- the convolutions of the networks' training steps and inference, as ``override`` and ``fuse`` make
+  them, with epilogues and statistics, with Winograd where it is faster, and the convolutions of the
+  quantised network.
 
-``tests/cc/choices_test.cc`` says what the lines mean. ``--check`` compares instead.
+``tests/cc/choices_test.cc`` describes the lines. ``--check`` compares instead.
 """
 
 from __future__ import annotations
@@ -54,21 +54,21 @@ REPOSITORY = pathlib.Path(__file__).resolve().parents[1]
 TABLE = REPOSITORY / "tests" / "cc" / "bench_problems.tsv"
 PROGRAM = REPOSITORY / "tests" / "cc" / "choices_test.cc"
 
-# Every operation of a layer is asked for in these, in the order of the table.
+# The pinned operands and precisions of a layer's operations, in the order of the table.
 _PINNED = (("bf16", "default"), ("f32", "default"), ("f32", "highest"))
 _OTHERS = (("f16", "default"),)
 
-# By the side of a network's program, as ``python -m jaxconv.bench --network`` measures it.
+# The algorithm for each side of a network's program in ``python -m jaxconv.bench --network``.
 _ALGORITHMS = {"jaxconv": "auto", FUSED: "auto", WINOGRAD: "auto+winograd"}
 
 _KERNELS = frozenset(instance.name for instance in kernel_tables.all_instances())
 
-# What the 8-bit network is calibrated with. Its scales are no part of any problem.
+# The calibration input of the 8-bit network. Its scales are in no problem key.
 _CALIBRATION = (1, 64, 64, 3)
 
 
 class Found(NamedTuple):
-    """A problem of the benches, and by which algorithm it is asked for."""
+    """A problem of the benches, and the algorithm with which it is selected."""
 
     key: str
     algorithm: str
@@ -86,13 +86,13 @@ def _plain(source: str, layer: layers.Layer, operands: Sequence, each: bool) -> 
 
 
 def _convolutions(f: Callable, *arguments: Any) -> Iterator[jaxconv.Convolution]:
-    """Those of a program that have a problem key."""
+    """The convolutions of a program that have a problem key."""
     found = jaxconv.explain(f, *arguments, platform="cuda")
     yield from (convolution for convolution in found if convolution.problem)
 
 
 def _of_library(problem: Problem) -> Iterator[jaxconv.Convolution]:
-    """The convolutions of this library's program for a problem, in which nothing is computed."""
+    """The convolutions of this library's program for a problem, which is traced but not run."""
     library = libraries(problem)["jaxconv"]
     shapes = [problem.layer.shape(role) for role in problem.op.roles[:2]]
     operands = [jax.ShapeDtypeStruct(shape, problem.operand_dtype) for shape in shapes]
@@ -102,25 +102,25 @@ def _of_library(problem: Problem) -> Iterator[jaxconv.Convolution]:
 
 
 def _of_int8(name: str, layer: layers.Layer) -> Iterator[Problem]:
-    """A layer in 8 bits, in every layout that has it."""
+    """A layer in 8 bits, in every layout that can hold it."""
     for dtype in layers.SETS["int8"].dtypes:
         if int8_layers.possible(dtype, Op.FPROP, layer):
             yield Problem(name, layer, Op.FPROP, dtype)
 
 
 def _selected(problem: Problem, each: bool = False) -> Iterator[Found]:
-    """The convolutions of this library's program; of a variant those that a kernel computes."""
+    """The convolutions of this library's program; of a variant, those that a kernel computes."""
     for convolution in _of_library(problem):
         key, instance = convolution.problem, convolution.instance
         if not problem.variant:
             yield Found(key, "auto", problem.name, each)
-        elif instance in _KERNELS:  # and no form in JAX
-            named = problem.requantized  # whose algorithms select an instance by its name
+        elif instance in _KERNELS:  # and not an implementation in JAX
+            named = problem.requantized  # with algorithms that name an instance
             yield Found(key, instance if named else problem.algorithm, problem.name)
 
 
 def of_sets() -> Iterator[Found]:
-    """The layers of the sets; the usual batch of each has lines of its own for every GPU."""
+    """The layers of the sets; each layer's usual batch has lines of its own for every GPU."""
     for layer_set in layers.SETS.values():
         for name, layer in layer_set.layers():
             usual = layer == layers.LAYERS[name]
@@ -141,7 +141,7 @@ def of_sets() -> Iterator[Found]:
 
 
 def _by_tiles() -> Iterator[Found]:
-    """The layers of the set "winograd" by each tile, their filters prepared in fprop or not."""
+    """The layers of the set "winograd" by each tile; in fprop also with prepared filters."""
     chosen = layers.SETS["winograd"]
     for name, layer in chosen.layers():
         for dtype in chosen.dtypes:
@@ -150,12 +150,12 @@ def _by_tiles() -> Iterator[Found]:
                     problem = Problem(
                         name, layer, Op.FPROP, dtype, "default", algorithm, True, prepared
                     )
-                    with contextlib.suppress(ValueError):  # no filter is prepared for this tile
+                    with contextlib.suppress(ValueError):  # this tile has no prepared filter
                         yield from _selected(problem)
 
 
 def of_network(name: str) -> Iterator[Found]:
-    """A network's layers, and the convolutions of its programs, in its usual batch."""
+    """A network's layers, and the convolutions of its programs, with its usual batch."""
     network = NETWORKS[name]
     for layer in network_layers.layers_of(name).layers.values():
         yield from _plain(name, layer, (*_PINNED, *_OTHERS), False)
@@ -185,7 +185,7 @@ def of_network(name: str) -> Iterator[Found]:
 
 
 def _arguments(run: measure_network.Run) -> tuple:
-    """Shapes of a step's arguments."""
+    """The shapes of a step's arguments."""
     network, train = NETWORKS[run.name], run.mode == "train"
     signature = programs.signature(network, run.input)
     parameters = [jax.ShapeDtypeStruct(p.shape, jnp.float32) for p in signature.parameters]
@@ -196,7 +196,7 @@ def _arguments(run: measure_network.Run) -> tuple:
 
 
 def lines(problems: Iterator[Found]) -> list[str]:
-    """The table's lines: problems that differ in operation and operands share one."""
+    """The table's lines; problems that differ only in operation and operands share one."""
     known: set[tuple[str, str]] = set()
     groups: dict[tuple, dict[str, list[str]]] = {}
     for found in problems:
@@ -217,7 +217,7 @@ def lines(problems: Iterator[Found]) -> list[str]:
 
 
 def built() -> pathlib.Path:
-    """The program of selection, compiled: half a minute."""
+    """Compiles the selection program, which takes half a minute; returns its path."""
     program = REPOSITORY / "build" / "choices" / PROGRAM.stem
     program.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as objects:
@@ -237,7 +237,7 @@ def main(argv: Sequence[str]) -> int:
         parser.error("--networks: the table has all of them")
     jax.config.update("jax_platforms", "cpu")
     os.environ |= {"JAXCONV_TARGET": "h200", "JAXCONV_ALGORITHM": "auto"}
-    # What ``fuse`` weighs for the device of the process, which is no GPU.
+    # Makes ``fuse`` rewrite for CUDA, although the process has no GPU.
     fuse_convolution.platforms = lambda: ("cuda",)
     sys.modules["_jaxconv.cuda"] = SelectionProgram(
         arguments.program or built(), lambda: native.load("cpu").arrays

@@ -20,7 +20,7 @@ SIDES = {"lax": "#9a9a9a", "jaxconv": "#1f6fb4", "fused": "#0b3d66"}
 
 
 def layers() -> plt.Figure:
-    """Each layer's share of the roofline, lax's and jaxconv's, in three panels."""
+    """Each layer's share of the roofline, for lax and for jaxconv, in three panels."""
     rows = results.read("h200_dense_layers.csv")
     figure, panels = plt.subplots(1, 3, figsize=(11, 6), sharey=True, layout="constrained")
     places = range(len(rows))
@@ -44,7 +44,7 @@ def layers() -> plt.Figure:
 
 
 def networks() -> plt.Figure:
-    """Time of lax, of jaxconv and of jaxconv.fuse by network, training and inference."""
+    """Times of lax, jaxconv and jaxconv.fuse by network, for training and inference."""
     rows = results.read("h200_networks.csv")
     times = {(r["mode"], r["side"], named(r)): float(r["ms"]) for r in rows if r["side"] in SIDES}
     names = list(dict.fromkeys(name for _, _, name in times))
@@ -76,7 +76,7 @@ def networks() -> plt.Figure:
 
 
 def named(row: dict[str, str]) -> str:
-    """A network, as the figure names it."""
+    """The name of a network in the figure."""
     dtype = ", float32" if row["dtype"] == "f32" else ""
     source = "\nkeras.applications" if row["source"] == "keras.applications" else ""
     return f"{row['network']}, {row['batch']}{dtype}{source}"

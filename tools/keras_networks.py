@@ -25,7 +25,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-os.environ["KERAS_BACKEND"] = "jax"  # read as keras is imported
+os.environ["KERAS_BACKEND"] = "jax"  # Keras reads it when it is imported
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
 
 import jax
@@ -44,7 +44,7 @@ TRACED = 4  # steps in a profiler's trace
 
 
 class Usual(NamedTuple):
-    """Examples, spatial extent and largest value of the images that a network takes."""
+    """The usual number, extent and largest value of a network's images."""
 
     batch: int
     extent: int = 224
@@ -65,7 +65,7 @@ NETWORKS = {
 
 
 class State(NamedTuple):
-    """What training replaces: variables with a gradient, and the others."""
+    """The variables that training replaces: those with a gradient, and the others."""
 
     trainable: list[jax.Array]
     others: list[jax.Array]
@@ -83,14 +83,14 @@ class Row:
     compile_s: float | None = None
     step_ms: float | None = None
     device_ms: float | None = None
-    fused: str = ""  # of forward convolutions
-    difference: float | None = None  # from lax's results, relative
+    fused: str = ""  # fused forward convolutions, as "12/52"
+    difference: float | None = None  # relative difference from lax's results
     failure: str = ""
-    ratio: float | None = None  # lax's time over this one's, on a GPU the device's
+    ratio: float | None = None  # lax's time over this one's; on a GPU of the device's times
 
 
 def steps_of(model: Any) -> dict[str, Callable[..., tuple[State, jax.Array]]]:
-    """(state, images, labels) -> (next state, loss or outputs), for both modes."""
+    """Functions (state, images, labels) -> (next state, loss or outputs), for both modes."""
 
     def loss(trainable, others, x, labels):
         y, others = model.stateless_call(trainable, others, x, training=True)
@@ -111,12 +111,12 @@ def steps_of(model: Any) -> dict[str, Callable[..., tuple[State, jax.Array]]]:
 
 
 def made(side: str, step: Callable) -> Callable:
-    """What one side compiles."""
+    """The function that a side compiles."""
     return jaxconv.fuse(step) if side == "fused" else step
 
 
 def fused_share(step: Callable, side: str, arguments: tuple) -> str:
-    """Forward convolutions whose call has an epilogue, of how many."""
+    """How many of the forward convolutions have an epilogue in their call, as text."""
     if side == "lax":
         return ""
     with jaxconv.override():
@@ -126,14 +126,14 @@ def fused_share(step: Callable, side: str, arguments: tuple) -> str:
 
 @dataclasses.dataclass
 class Program:
-    """A compiled step, the state that it is at, and its other operands."""
+    """A compiled step, its current state, and its other operands."""
 
     compiled: Any
     state: State
     rest: tuple
 
     def __call__(self, count: int) -> jax.Array:
-        """The last of so many steps' results, when it is there."""
+        """Runs ``count`` steps, waits, and returns the last result."""
         for _ in range(count):
             self.state, result = self.compiled(self.state, *self.rest)
         return jax.block_until_ready((self.state, result))[1]
@@ -145,12 +145,12 @@ def relative(a: jax.Array, b: jax.Array) -> float:
 
 
 def measured(name: str, mode: str, step: Callable, state: State, rest: tuple, chosen) -> list[Row]:
-    """All sides of one network and mode; failures are in the rows."""
+    """Measures all sides of one network and mode; failures are recorded in the rows."""
     batch = len(rest[0])
     rows = {side: Row(name, mode, side, batch, chosen.dtype) for side in chosen.sides}
     programs: dict[str, Program] = {}
     first: dict[str, jax.Array] = {}
-    # What XLA's autotuner finds stays in the process: the side that comes last has it for nothing.
+    # XLA keeps its autotuning results in the process, so the last side gets them for free.
     for side in reversed(chosen.sides):
         row = rows[side]
         try:
@@ -163,7 +163,7 @@ def measured(name: str, mode: str, step: Callable, state: State, rest: tuple, ch
             row.fused = fused_share(step, side, (state, *rest))
             programs[side] = Program(compiled, jax.tree.map(jnp.copy, state), rest)
             first[side] = programs[side](1)
-        except Exception as error:  # shown in the row, whatever a library raises
+        except Exception as error:  # the row shows any error of a library
             row.failure = f"{type(error).__name__}: {str(error).splitlines()[0][:90]}"
     for side in [s for s in programs if "lax" in first]:
         rows[side].difference = relative(first[side], first["lax"])
@@ -191,7 +191,7 @@ def measured(name: str, mode: str, step: Callable, state: State, rest: tuple, ch
 
 
 def line(row: Row) -> str:
-    """A row of the table."""
+    """A row of the table as text."""
 
     def number(value: float | None, form: str) -> str:
         return "-" if value is None else format(value, form)
@@ -228,7 +228,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Prints a table, a row for each network, mode and side; 1 where one fails."""
+    """Prints a table with a row for each network, mode and side; returns 1 if one fails."""
     chosen = _parser().parse_args(argv)
     try:
         import keras

@@ -3,8 +3,9 @@
     python -m jaxconv.bench --device-time --algorithm native --json rows.json ...
     python tools/measured_times.py rows.json
 
-Times by the device's clock of an H200 replace those of the same problem and kernel; other rows and
-kernels stay. ``tests/cc/xla_cost_test.cc`` reads the table.
+Times by an H200's device clock replace those of the same problem and kernel; other rows and kernels
+remain. The table begins with lines ``# fact: value``, which remain too.
+``tests/cc/xla_cost_test.cc`` and ``tools/calibrate.py`` read the table.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import pathlib
+import re
 import sys
 from collections.abc import Iterator, Sequence
 
@@ -22,14 +24,22 @@ from jaxconv.bench.problem import Row
 
 TABLE = pathlib.Path(__file__).parents[1] / "tests" / "cc" / "measured_times.tsv"
 
-# A problem's key -> microseconds of lax, and of kernels by name.
+# Problem key -> (microseconds of lax, microseconds of kernels by name).
 Times = dict[str, tuple[float, dict[str, float]]]
 
 
+def facts(path: pathlib.Path) -> dict[str, str]:
+    """What holds for all times: GPU, driver, version of JAX, commit, command."""
+    found = re.findall(r"^# (\w+): (.*)$", path.read_text(), re.MULTILINE)
+    return dict(found)
+
+
 def read(path: pathlib.Path) -> Times:
-    """The table."""
+    """Reads the table."""
     found: Times = {}
     for line in path.read_text().splitlines():
+        if line.startswith("#"):
+            continue
         key, lax, *kernels = line.split("\t")
         pairs = (kernel.split("=") for kernel in kernels)
         found[key] = float(lax), {name: float(us) for name, us in pairs}
@@ -37,8 +47,9 @@ def read(path: pathlib.Path) -> Times:
 
 
 def write(path: pathlib.Path, times: Times) -> None:
-    """Writes the table, each problem's fastest kernel first."""
-    lines = []
+    """Writes the table below its facts, each problem's fastest kernel first."""
+    before = facts(path) if path.exists() else {}
+    lines = [f"# {name}: {value}" for name, value in before.items()]
     for key, (lax, kernels) in times.items():
         ordered = sorted(kernels.items(), key=lambda item: item[1])
         lines.append("\t".join([key, f"{lax:.4g}", *(f"{n}={us:.4g}" for n, us in ordered)]))
@@ -46,10 +57,10 @@ def write(path: pathlib.Path, times: Times) -> None:
 
 
 def rows(path: pathlib.Path) -> Iterator[Row]:
-    """The rows of a file of the bench that the table may hold.
+    """The rows of a bench file that belong into the table.
 
     Raises:
-        ValueError: the file is of another GPU, or of the host's clock.
+        ValueError: the file is from another GPU, or has times by the host's clock.
     """
     content = json.loads(path.read_text())
     facts = content["environment"]
@@ -64,7 +75,7 @@ def rows(path: pathlib.Path) -> Iterator[Row]:
 
 
 def add(times: Times, row: Row) -> None:
-    """Puts a row's times in the place of older ones of the same problem and kernel."""
+    """Replaces a problem's times of the same kernels by those of a row."""
     problem = row.problem
     spec = problem.layer.spec(problem.precision)
     types = problem.operand_dtype, problem.out_dtype
@@ -77,7 +88,7 @@ def add(times: Times, row: Row) -> None:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Reads the files named and writes the table; returns the exit status."""
+    """Reads the named files and writes the table; returns the exit status."""
     parser = argparse.ArgumentParser(prog="measured_times.py", description=__doc__)
     parser.add_argument("files", nargs="+", type=pathlib.Path, metavar="rows.json")
     parser.add_argument("--table", type=pathlib.Path, default=TABLE, help="another table")

@@ -1,13 +1,13 @@
-"""Compiles training steps of the bench's networks for this machine's GPU and counts what they move.
+"""Compiles training steps of the bench's networks for this machine's GPU and counts moved bytes.
 
     python tools/network_bytes.py                    ResNet-50 in both spellings, MobileNetV2
     python tools/network_bytes.py --network efficientnet_b0 --batch-norm product --library lax
     python tools/network_bytes.py --hlo step.txt     a program's text that was saved before
 
-For each program: GB by category of kernel, as XLA's optimised text has them, each operand and each
-result counted once; the sum outside convolutions and products; the custom calls by name; memory for
-temporaries; the largest kernels with ``--largest``. ``--save FOLDER`` keeps the texts. The programs
-are compiled and not run.
+Prints for each program: GB by category of kernel, according to XLA's optimised text (each operand
+and each result counts once); the sum outside convolutions and products; the custom calls by name;
+memory for temporaries; with ``--largest`` the largest kernels. ``--save FOLDER`` keeps the texts.
+The programs are compiled but not run.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from jaxconv.bench.measure_network import DTYPES, FUSED, LIBRARIES, MODES, Run, 
 from jaxconv.bench.networks import NETWORKS, programs
 from jaxconv.bench.networks.blocks import PASSES
 
-# Networks and how they write batch normalisation, where the command line names none.
+# The default networks, with their spelling of batch normalisation.
 USUAL = (("resnet50", "centred"), ("resnet50", "product"), ("mobilenet_v2", "product"))
 BATCH = 256
 
 
 def compiled(run: Run, library: str) -> tuple[jax.stages.Compiled, float]:
-    """The program of a run, its state donated in training, and the seconds that it took."""
+    """Compiles the program of a run, in training with donated state; returns it and the seconds."""
     network, train = NETWORKS[run.name], run.mode == "train"
 
     def arguments():
@@ -53,7 +53,7 @@ def compiled(run: Run, library: str) -> tuple[jax.stages.Compiled, float]:
 
 
 def report(text: str, largest: int = 0) -> list[str]:
-    """The lines that say what a program moves."""
+    """A report of the bytes that a program moves, as lines."""
     found = list(hlo.kernels(hlo.parse(text)))
     lines = [
         f"  {name:46s} {total.count:5d} {total.bytes / 1e9:9.3f} GB"
@@ -93,7 +93,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Prints what the programs move; 1 where one does not compile."""
+    """Prints the bytes that programs move; returns 1 if one does not compile."""
     options = _parser().parse_args(argv)
     if options.hlo:
         print("\n".join(report(options.hlo.read_text(), options.largest)))
@@ -111,7 +111,7 @@ def main(argv: Sequence[str]) -> int:
         print(f"\n{title}, {options.library}", flush=True)
         try:
             made, seconds = compiled(run, options.library)
-        except Exception as error:  # of XLA, such as memory: the other programs count anyway
+        except Exception as error:  # for example out of memory; goes on with the next program
             print(f"  {type(error).__name__}: {str(error).splitlines()[0]}")
             failed = True
             continue

@@ -35,7 +35,7 @@ sys.path[:0] = [
 RESULTS = REPOSITORY / "docs" / "results"
 PAGES = ("performance.md", "when_not.md")
 OPS = ("fprop", "dgrad", "wgrad")
-FACTS = ("gpu", "driver", "jax", "commit", "command")  # that every row has, itself or by its file
+FACTS = ("gpu", "driver", "jax", "commit", "command")  # every row or its file has these
 
 Rows = list[dict[str, str]]
 
@@ -48,7 +48,7 @@ def parts(name: str) -> tuple[list[str], Rows]:
 
 
 def read(name: str) -> Rows:
-    """The rows of a file of docs/results, each with the facts that hold for all."""
+    """The rows of a file of docs/results, each with the facts of the file."""
     comments, rows = parts(name)
     facts = (re.fullmatch(r"# (\w+): (.*)", comment) for comment in comments)
     common = {fact[1]: fact[2] for fact in facts if fact}
@@ -68,7 +68,7 @@ def write(name: str, comments: Sequence[str], rows: Rows) -> None:
 
 
 def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table."""
+    """A Markdown table."""
     lines = [header, ["---"] * len(header), *rows]
     text = "\n".join(f"| {' | '.join(line)} |" for line in lines)
     return re.sub(r"(?<=\|)  +(?=\|)", " ", text).replace("| --- ", "|---").replace("--- |", "---|")
@@ -80,7 +80,7 @@ def mean(values: Iterable[float]) -> float:
 
 
 def dense_means() -> str:
-    """The dense layers' distance from the roofline and from lax."""
+    """The dense layers' ratios to the roofline and to lax."""
     rows = read("h200_dense_layers.csv")
 
     def means(numerator: str, denominator: str) -> list[str]:
@@ -93,7 +93,7 @@ def dense_means() -> str:
 
 
 def layer_sets(dtype: str, precision: str) -> str:
-    """What ``auto`` gains in the layers of each set, and how many it leaves to XLA."""
+    """The gain of ``auto`` in the layers of each set, and the number of layers left to XLA."""
     rows = [
         r for r in read("h200_layers.csv") if (r["dtype"], r["precision"]) == (dtype, precision)
     ]
@@ -110,7 +110,7 @@ def layer_sets(dtype: str, precision: str) -> str:
 
 
 def gain(row: dict[str, str]) -> float:
-    """Time of lax over that of what ``auto`` takes."""
+    """The time of lax over the time of the choice of ``auto``."""
     return float(row["lax_us"]) / float(row["auto_us"])
 
 
@@ -126,7 +126,7 @@ def kind(row: dict[str, str]) -> str:
 
 
 def kinds_of_layers() -> str:
-    """What ``auto`` gains by kind of layer, where XLA's choice counts as 1."""
+    """The gain of ``auto`` by kind of layer; layers left to XLA count as 1."""
     rows = [row for row in read("h200_layers.csv") if row["auto_us"]]
     lines = []
     for name in sorted({kind(row) for row in rows}):
@@ -140,7 +140,7 @@ def kinds_of_layers() -> str:
 
 
 def slower_layers() -> str:
-    """The layers in which the kernel that ``auto`` takes is slower than lax."""
+    """The layers in which the kernel chosen by ``auto`` is slower than lax."""
     rows = [row for row in read("h200_layers.csv") if row["auto_us"] and gain(row) < 0.97]
     header = ["layer", "problem", "operation", "operands", "lax, us", "jaxconv, us", "ratio"]
     return markdown(
@@ -161,19 +161,19 @@ def slower_layers() -> str:
 
 
 def by_operation(rows: Rows, column: str) -> str:
-    """The cells of a layer's three operations; empty where there is none."""
+    """The cells of a layer's three operations; empty if one is missing."""
     found = {row["operation"]: row[column] for row in rows}
     return ", ".join(found.get(op, "") for op in OPS)
 
 
 def layers_of(rows: Rows) -> Iterator[Rows]:
-    """The rows of one layer after those of another."""
+    """Groups consecutive rows by layer."""
     for name in dict.fromkeys(row["layer"] for row in rows):
         yield [row for row in rows if row["layer"] == name]
 
 
 def memory_layers() -> str:
-    """Layers that bytes bound."""
+    """Layers that are limited by memory bandwidth."""
     header = ["layer", "problem", "bytes at 4.3 TB/s", "jaxconv", "lax"]
     return markdown(
         header,
@@ -191,7 +191,7 @@ def memory_layers() -> str:
 
 
 def highest_kernels() -> str:
-    """float32 by FP32 units and by three TF32 products."""
+    """float32 at "highest": by FP32 units, and by three TF32 products."""
     lines = []
     for rows in layers_of(read("h200_highest_kernels.csv")):
         found = {r["operation"]: f"{r['fp32_units']}, {r['three_tf32_products']}" for r in rows}
@@ -204,7 +204,7 @@ MODES = {"train": "training", "infer": "inference"}
 
 
 def networks(rows: Rows, *, convolutions: bool) -> str:
-    """Milliseconds a step by network and mode, and how many times lax takes."""
+    """Milliseconds for a step by network and mode, and lax's time over each."""
     header = ["network, batch", "mode", *SIDES, "lax / jaxconv", "lax / fused"]
     header += ["convolutions, lax / jaxconv"] * convolutions
     lines, last = [], ""
@@ -231,7 +231,7 @@ def network_rows(**facts: str) -> Rows:
 
 
 def compiled() -> str:
-    """The sides beside torch.compile."""
+    """Times beside torch.compile."""
     lines = []
     for row in network_rows(side="torch.compile"):
         where = {name: row[name] for name in ("network", "batch", "mode", "dtype")}
@@ -274,7 +274,7 @@ MARKED = re.compile(r"(<!-- results: (.+) -->\n\n)((?:\|.*\n)*)")
 
 
 def page_with_tables(text: str) -> str:
-    """A page's text with its tables made anew."""
+    """A page's text with its tables written anew."""
 
     def made(found: re.Match[str]) -> str:
         return f"{found[1]}{TABLES[found[2]]()}\n" + "\n" * (not found[3])
@@ -293,10 +293,10 @@ REFERENCE = "the 22 reference layers"
 
 
 def layer_rows(select: Callable[[str, str, str], Sequence]) -> Rows:
-    """The measured layers with what selection takes.
+    """The measured layers, with the choices of selection.
 
     Args:
-        select: (problem key, algorithm, target) -> an instance's name, or "", and more.
+        select: (problem key, algorithm, target) -> (instance's name or "", ...).
     """
     import hooks
     import measured_times
@@ -335,7 +335,7 @@ def network_times(path: pathlib.Path) -> Rows:
     """The rows of a file of the bench or of tools/keras_networks.py.
 
     Raises:
-        ValueError: the file is of no GPU, or lacks a fact.
+        ValueError: the file is not from a GPU, or lacks a fact.
     """
     content: dict[str, Any] = json.loads(path.read_text())
     environment = content["environment"]
@@ -386,7 +386,7 @@ NAMES = {
 
 
 def with_rows(rows: Rows, added: Rows) -> Rows:
-    """The rows with others in the place of those of the same network, mode and side."""
+    """Adds rows, which replace those of the same network, mode and side."""
     places = ("network", "source", "batch", "dtype", "mode", "side")
     found = {tuple(row[name] for name in places): row for row in rows}
     for row in added:
@@ -395,7 +395,7 @@ def with_rows(rows: Rows, added: Rows) -> Rows:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Writes what is asked for and the tables of the pages; returns the exit status."""
+    """Writes the requested results, and the tables of the pages; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--layers", action="store_true", help="write h200_layers.csv")
     parser.add_argument("--program", type=pathlib.Path, help="choices_test, if it is compiled")

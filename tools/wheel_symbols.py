@@ -1,4 +1,4 @@
-"""A table of what a wheel needs from a system, and an error if systems lack some of it.
+"""Prints a wheel's requirements of a system; fails if some systems do not meet them.
 
     python -m pip install --group wheels
     python tools/wheel_symbols.py dist/jaxconv-0.1.0-cp312-abi3-manylinux_2_28_x86_64.whl
@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from elftools.elf.elffile import ELFFile
 
-# On every system. libstdc++ is not among them: RHEL 9's is older than what GCC 12 calls.
+# Libraries of every system. Not libstdc++: that of RHEL 9 is older than GCC 12 requires.
 _SYSTEM = re.compile(r"(lib(c|m|dl|rt|pthread|gcc_s)|ld-linux-x86-64)\.so\.\d+")
 # Symbols without versions that the interpreter and oneDNN's package define.
 _OUTSIDE_SYMBOL = re.compile("_?Py|dnnl_")
@@ -32,10 +32,10 @@ class Elf(NamedTuple):
     """An ELF file's dynamic symbols and GPU code.
 
     Attributes:
-        needed: names of libraries.
-        versions: of the symbols that it takes from them.
-        unversioned: symbols without a version that it takes from anywhere.
-        defined: symbols that it has for others.
+        needed: names of the libraries that it needs.
+        versions: versions of the symbols that it imports from them.
+        unversioned: imported symbols without a version.
+        defined: exported symbols.
         ptx: architectures of its PTX, such as 80.
         sass: architectures of its machine code.
     """
@@ -85,13 +85,13 @@ def gpu_code(fatbin: bytes) -> Iterator[tuple[int, int]]:
 
 
 def newest(versions: set[str]) -> list[str]:
-    """The newest of each: GCC_3.0, GLIBC_2.28 for GLIBC_2.4, GLIBC_2.28, GCC_3.0."""
+    """The newest version of each prefix: GLIBC_2.4, GLIBC_2.28 -> GLIBC_2.28."""
     ordered = sorted(versions, key=lambda text: [int(n) for n in re.findall(r"\d+", text)])
     return sorted({version.partition("_")[0]: version for version in ordered}.values())
 
 
 def check(files: dict[str, Elf]) -> None:
-    """Prints the table; raises where a system may lack what a file asks for."""
+    """Prints the table; raises if a system may lack something that a file needs."""
     print("| ELF file | needs | newest versions | PTX | machine code |\n|---|---|---|---|---|")
     for name, elf in sorted(files.items()):
         gpu = (", ".join(f"sm_{sm}" for sm in sorted(each)) for each in (elf.ptx, elf.sass))
@@ -100,7 +100,7 @@ def check(files: dict[str, Elf]) -> None:
     defined = set().union(*(elf.defined for elf in files.values()))
     for name, elf in files.items():
         unknown = [n for n in elf.needed if n not in files and not _SYSTEM.fullmatch(n)]
-        # An older glibc lacks a symbol, and no version tells, where its library was not linked.
+        # If a symbol's library was not linked, it has no version that would reveal an older glibc.
         unknown += sorted(s for s in elf.unversioned - defined if not _OUTSIDE_SYMBOL.match(s))
         if unknown:
             raise SystemExit(f"{name} needs {', '.join(unknown)}, which systems may lack")

@@ -27,18 +27,18 @@ from collections.abc import Sequence
 REPOSITORY = pathlib.Path(__file__).resolve().parents[1]
 MEGABYTE = 1_000_000
 LARGEST = 32 * MEGABYTE
-# RHEL 8's, the oldest of the systems that run JAX's own wheels.
+# The glibc of RHEL 8, the oldest system that runs JAX's own wheels.
 GLIBC = "2.28"
 PLATFORM = f"manylinux_{GLIBC.replace('.', '_')}_x86_64"
 TOOLS = pathlib.Path(sys.executable).parent
 AUDITWHEEL = (sys.executable, "-m", "auditwheel")
-# A small wheel for manylinux_2_28 with RHEL 8's libgomp inside, and the hash of that library.
+# A small wheel for manylinux_2_28 that contains RHEL 8's libgomp, and the hash of that library.
 OPENMP = "pykdtree==1.4.3"
 OPENMP_SHA256 = "4dae993cb6da9101fc2cfef827306dd03b892011d2e2789c8e44828ca9f2583c"
 
 
 def run(*command: str | os.PathLike, **options) -> str:
-    """Runs a command, shows it and what it prints; returns what it prints."""
+    """Runs a command; prints the command and its output, and returns the output."""
     print("$", *command, flush=True)
     options = {"cwd": REPOSITORY, **options}
     process = subprocess.Popen(
@@ -54,13 +54,13 @@ def run(*command: str | os.PathLike, **options) -> str:
 
 
 def older_glibc(folder: pathlib.Path) -> pathlib.Path:
-    """Makes glibc's libraries of the release ``GLIBC`` for the linker: names without code.
+    """Makes stubs of glibc's libraries of release ``GLIBC`` for the linker: names without code.
 
-    Zig writes them for each program that it links. Returns their folder.
+    Zig writes such stubs for each program that it links. Returns their folder.
     """
     made, cache = folder / "glibc", folder / "zig"
     made.mkdir()
-    # Objects of newer systems read this byte of glibc 2.32, which is 0 where threads may exist.
+    # Objects of newer systems read this byte of glibc 2.32; 0 means that threads may exist.
     source = made / "single_threaded.c"
     source.write_text("char __libc_single_threaded;\n")
     target = ("-target", f"x86_64-linux-gnu.{GLIBC}")
@@ -86,7 +86,7 @@ def older_glibc(folder: pathlib.Path) -> pathlib.Path:
 
 
 def openmp(folder: pathlib.Path) -> pathlib.Path:
-    """Fetches a libgomp that an older glibc loads, and gives it its own name again."""
+    """Fetches a libgomp that an older glibc loads, and restores its original name."""
     where = ("--only-binary=:all:", "--platform", PLATFORM, "--python-version", "3.11")
     run(sys.executable, "-m", "pip", "download", "--no-deps", *where, "--dest", folder, OPENMP)
     (wheel,) = folder.glob("*.whl")
@@ -97,7 +97,7 @@ def openmp(folder: pathlib.Path) -> pathlib.Path:
     found = hashlib.sha256(content).hexdigest()
     if found != OPENMP_SHA256:
         raise SystemExit(f"{OPENMP}: {name} has the hash {found}, expected {OPENMP_SHA256}")
-    # auditwheel renamed it; patchelf would add two megabytes of zeros.
+    # auditwheel has renamed it. The name is replaced in place; patchelf would add 2 MB of zeros.
     renamed, own = os.path.basename(name).encode(), library.name.encode()
     library.write_bytes(content.replace(renamed, own.ljust(len(renamed), b"\0")))
     return library
@@ -106,7 +106,7 @@ def openmp(folder: pathlib.Path) -> pathlib.Path:
 def build(
     python: str, cuda: str, instances: str, out: pathlib.Path, folder: pathlib.Path
 ) -> pathlib.Path:
-    """Makes one wheel and gives it its manylinux tag; returns its path below ``out``."""
+    """Builds one wheel and gives it its manylinux tag; returns its path below ``out``."""
     plain, repaired = folder / "plain", folder / "repaired"
     (folder / "openmp").mkdir(parents=True)
     settings = {
@@ -120,7 +120,7 @@ def build(
     defines = [f"--config-settings=cmake.define.{name}={value}" for name, value in settings.items()]
     run(python, "-m", "pip", "wheel", ".", "--no-deps", *defines, "--wheel-dir", plain)
     (wheel,) = plain.glob("*.whl")
-    path = {**os.environ, "PATH": f"{TOOLS}{os.pathsep}{os.environ['PATH']}"}  # of patchelf
+    path = {**os.environ, "PATH": f"{TOOLS}{os.pathsep}{os.environ['PATH']}"}  # contains patchelf
     asked = ("--plat", PLATFORM, "--only-plat", "--wheel-dir", repaired)
     run(*AUDITWHEEL, "repair", *asked, wheel, env=path)
     (wheel,) = repaired.glob("*.whl")
@@ -129,7 +129,7 @@ def build(
 
 
 def inspect(wheel: pathlib.Path, platforms: Sequence[str]) -> None:
-    """Raises where the wheel's name, content or size is not that of a release."""
+    """Raises if a wheel's name, content or size does not suit a release."""
     size = wheel.stat().st_size
     with zipfile.ZipFile(wheel) as archive:
         libraries = {name: archive.read(name) for name in archive.namelist() if ".so" in name}
@@ -165,7 +165,7 @@ def check(python: str, wheel: pathlib.Path, platforms: Sequence[str], folder: pa
     """Installs the wheel into a new environment without compilers, and uses it."""
     run(python, "-m", "venv", folder)
     bin_ = folder / "bin"
-    # Neither compilers nor this checkout: examples run from a folder of their own.
+    # Has neither compilers nor this checkout: examples run in a separate folder.
     bare = {
         "PATH": str(bin_),
         "HOME": str(folder),
@@ -191,7 +191,7 @@ def check(python: str, wheel: pathlib.Path, platforms: Sequence[str], folder: pa
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Makes and checks wheels as the command line says; returns the exit status."""
+    """Builds and checks wheels as the command line says; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--python", action="append", default=[], help="makes a wheel; repeatable")
     parser.add_argument("--check-python", action="append", default=[], help="only installs them")

@@ -1,4 +1,4 @@
-"""Between a kernel and XLA's convolution: "auto" by prediction, "native" by refusal alone."""
+"""The choice between a kernel and XLA: "auto" by predicted times, "native" unless all refuse."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FASTER = 'predicted 2.0 us, {} 5.0 us; algorithm="native" takes the kernel'
 
 
 class Predicting:
-    """The CPU's kernels, under a prediction of times and with refusals of a test's own."""
+    """The CPU platform, with predicted times and refusals that a test sets."""
 
     def __init__(self, kernels: native.Platform, xla_microseconds: float):
         self.kernels, self.module, self.arrays = kernels, kernels.module, kernels.arrays
@@ -47,7 +47,7 @@ class Predicting:
 
 @pytest.fixture
 def predicting(native_cpu, monkeypatch):
-    """XLA's convolution is predicted to take 2 us, and every kernel 5 us."""
+    """Predicts 2 us for XLA's convolution, and 5 us for every kernel."""
     platform = Predicting(native_cpu, 2.0)
     monkeypatch.setattr(native, "load", lambda name: platform)
     monkeypatch.setenv("JAXCONV_ALGORITHM", "auto")
@@ -74,8 +74,8 @@ def with_gradients(f):
 
 
 def calls(f, *arguments) -> list[str]:
-    """The operations of our custom calls in the lowered program."""
-    # A new function: the prediction is no part of JAX's cache keys.
+    """The operations of the library's custom calls in the lowered program."""
+    # A new function each time, because JAX's cache keys do not contain the prediction.
     text = jax.jit(lambda *a: f(*a)).lower(*arguments).as_text()
     return sorted(
         op for op in ("dgrad", "fprop", "wgrad") for _ in range(text.count(f"@jaxconv_{op}"))
@@ -152,7 +152,7 @@ def test_native_goes_to_xla_where_every_kernel_refuses(predicting):
 
 
 def test_under_lax_auto_leaves_the_whole_convolution_to_lax(predicting):
-    """No other canonical form is asked for, and no input is dilated beforehand."""
+    """``override`` tries no other canonical form and dilates no input beforehand."""
 
     def transposed(x, w):
         return lax.conv_transpose(x, w, (2, 2), "SAME", dimension_numbers=NHWC)
@@ -169,7 +169,7 @@ def test_under_lax_auto_leaves_the_whole_convolution_to_lax(predicting):
 
 
 def test_a_refused_form_is_not_a_slower_one(predicting):
-    """The first canonical form is refused: the next one is asked, and its prediction counts."""
+    """If the first canonical form is refused, the next one is tried, and its prediction counts."""
     first = "fprop"
     predicting.refuses = lambda line: "refused" if line.startswith(first) else ""
     with jaxconv.override():
@@ -208,7 +208,7 @@ def taken(f=compiled_before) -> bool:
 
 
 def test_install_and_override_take_an_algorithm(predicting):
-    """It is part of JAX's cache keys, nests, and belongs to one thread or to all of them."""
+    """The algorithm is part of JAX's cache keys, nests, and is set for one thread or for all."""
 
     def lowers() -> int:
         with record.recording() as found:
@@ -245,7 +245,7 @@ def test_unknown_algorithms_are_refused(algorithm):
     with pytest.raises((TypeError, ValueError), match=r"^algorithm: "):
         jaxconv.install(algorithm=algorithm)
     if algorithm is None:
-        return  # of override the default
+        return  # override's default
     with (
         pytest.raises((TypeError, ValueError), match=r"^algorithm: "),
         jaxconv.override(algorithm=algorithm),
@@ -254,7 +254,7 @@ def test_unknown_algorithms_are_refused(algorithm):
 
 
 def test_the_library_knows_native(platform, native_kernels):
-    """Where it has a kernel, it takes one, whatever it predicts of XLA."""
+    """With "native" the library takes a kernel if it has one, whatever it predicts for XLA."""
     key = "fprop f32:f32:f32 highest b1 n2 g1 c4 k6 i8x8 f3x3 o8x8 s1x1 l1x1 d1x1 p1_1x1_1"
     chosen = native_kernels.select(key, "native", "")
     assert chosen.instance in native_kernels.kernels()
@@ -284,7 +284,7 @@ def test_the_six_parts_of_an_answer():
 
 
 def test_a_problem_that_the_library_cannot_read_is_xla_s(predicting):
-    """Its numbers are too large for the kernels. A demand for one of them is still refused."""
+    """A stride is too large for the kernels' keys. A named algorithm is refused with the reason."""
 
     def select(line, algorithm, target):
         raise ValueError("stride: expected less than 2147483648")
@@ -312,7 +312,7 @@ def test_the_environment_says_what_auto_means(predicting, monkeypatch):
 
     assert instance() is None
     monkeypatch.setenv("JAXCONV_ALGORITHM", "native")
-    jax.clear_caches()  # as a process that starts so
+    jax.clear_caches()  # as in a process that starts with this value
     assert instance() is not None
     monkeypatch.setenv("JAXCONV_ALGORITHM", "fastest")
     with pytest.raises(ValueError, match="JAXCONV_ALGORITHM: expected 'auto' or 'native'"):

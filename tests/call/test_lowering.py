@@ -1,4 +1,4 @@
-"""What a program becomes: one custom call per convolution, no transpose, no hidden memory."""
+"""Compiled programs: one custom call for each convolution, no transpose, no hidden memory."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def problem_array(problem, role, layout, dtype="f32"):
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("op", Op)
 def test_one_custom_call_with_its_instance_and_no_transpose(platform, native_kernels, op, layout):
-    """Channels-first arrays too: their storage is a layout constraint, not a transpose of ours."""
+    """Channels-first arrays are not transposed either: layout constraints set their order."""
     text = lowered_text(op, layout)
     assert CALL.findall(text) == [f"jaxconv_{op.value}"]
     (instance,) = re.findall(r'instance = "([^"]+)"', text)
@@ -50,13 +50,13 @@ def test_one_custom_call_with_its_instance_and_no_transpose(platform, native_ker
     line = PLAIN.line(op, "f32")
     assert problem == line or (layout, problem) == ("krsc", f"{line} krsc")
     assert "stablehlo.transpose" not in text and "stablehlo.convolution" not in text
-    # Minor to major, channels fastest: 3,2,1,0 channels-last, and C (axis 1) first channels-first.
+    # Minor to major; the channels are minor-most: axis 3 channels-last, axis 1 channels-first.
     fastest = "dense<[1, 3, 2, 0]>" if layout == "first" else "dense<[3, 2, 1, 0]>"
     assert f"operand_layouts = [{fastest}" in text
 
 
 class OneKernel:
-    """A platform with one kernel an operation, which may read filters stored as krsc."""
+    """A platform with one kernel for each operation, which reads krsc filters if ``reads_krsc``."""
 
     def __init__(self, reads_krsc: bool, arrays):
         self.reads_krsc = reads_krsc
@@ -82,7 +82,7 @@ class OneKernel:
 def test_a_filter_is_read_as_it_lies(
     native_cpu, monkeypatch, letters, window, rsck, lies_as_krsc, reads_krsc
 ):
-    """(k, spatial, c) where the kernel can and the array lies so; the other order elsewhere."""
+    """A filter stored as (k, spatial, c) is read so if the kernel can, else as (spatial, c, k)."""
     monkeypatch.setattr(native, "load", lambda name: OneKernel(reads_krsc, native_cpu.arrays))
     extents = dict(zip("OIHW", (16, 8, *window), strict=True))
     x = jax.ShapeDtypeStruct((2, 9, 9, 8), jnp.bfloat16)
@@ -134,7 +134,7 @@ def test_xla_on_request(platform, op):
 
 
 def test_vmap_over_both_operands_is_one_batched_call(platform, native_kernels):
-    """Never feature groups: each example's convolution stays a dense one."""
+    """The call has a batch of filters, not feature groups: each convolution stays dense."""
     x, w = np.zeros((3, 2, 8, 8, 16), np.float32), np.zeros((3, 3, 3, 16, 16), np.float32)
     text = jax.jit(jax.vmap(functools.partial(jaxconv.conv, padding=1))).lower(x, w).as_text()
     assert CALL.findall(text) == ["jaxconv_fprop"]
@@ -142,7 +142,7 @@ def test_vmap_over_both_operands_is_one_batched_call(platform, native_kernels):
 
 
 def test_a_chain_of_channels_first_layers_is_transposed_at_its_ends_only(native_cpu):
-    """Layout constraints let XLA keep channels last between neighbouring convolutions."""
+    """Layout constraints let XLA keep channels minor-most between neighbouring convolutions."""
     x, w = np.zeros((2, 16, 8, 8), np.float32), np.zeros((4, 16, 16, 3, 3), np.float32)
 
     def chain(x, w):
@@ -170,7 +170,7 @@ def test_the_instance_reaches_the_compiled_program(platform, native_kernels):
 
 
 def test_memory_analysis_counts_the_workspace(platform, native_kernels):
-    """XLA plans and reports the workspace: nothing is allocated behind its back."""
+    """XLA plans and reports the workspace; the library allocates no memory itself."""
     arrays = [problem_array(PLAIN, role, "last") for role in "xw"]
     compiled = PLAIN.operation(Op.FPROP, "f32").lower(*arrays).compile()
     memory = compiled.memory_analysis()
@@ -183,12 +183,12 @@ def test_memory_analysis_counts_the_workspace(platform, native_kernels):
 @pytest.mark.gpu
 @pytest.mark.parametrize("op", [Op.FPROP, Op.DGRAD])
 def test_implicit_gemm_on_a_gpu_needs_no_memory_of_its_own(op):
-    """No im2col matrix: nothing beside the operands and the result."""
+    """There is no im2col matrix: the program allocates only operands and results."""
     arrays = [problem_array(PLAIN, role, "last") for role in op.roles[:2]]
     call = PLAIN.operation(op, "f32", algorithm="igemm_simt", precision="highest")
     memory = call.lower(*arrays).compile().memory_analysis()
-    # XLA rounds each buffer up to 256 bytes; the unused workspace result is one of them, and the
-    # tuple of two results is a table of two pointers.
+    # XLA rounds each buffer up to 256 bytes. The empty workspace result is a buffer, and the tuple
+    # of two results is a table of two pointers.
     assert memory.temp_size_in_bytes <= 1024
 
 
@@ -208,7 +208,7 @@ def test_selection_is_a_function_of_its_arguments(platform, native_kernels):
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="Linux")
 def test_as_many_tasks_as_this_thread_may_use_cores(native_cpu):
-    # Two problems, because selections are kept.
+    # Two problems, because selections are cached.
     key = "fprop f32:f32:f32 default b1 n{} g1 c64 k64 i56x57 f3x3 o56x57 s1x1 l1x1 d1x1 p1_1x1_1"
     cores = os.sched_getaffinity(0)
     assert native_cpu.select(key.format(8), "native", "").slices == min(len(cores), 8 * 56)
@@ -260,7 +260,7 @@ def test_the_log_is_silent_at_info_for_a_kernel(platform, native_kernels, caplog
 
 
 def test_without_native_kernels_everything_still_runs():
-    """A platform nobody built for: XLA's convolution serves, and the log gives the reason."""
+    """On a platform without kernels XLA computes the convolution, and the log gives the reason."""
     program = """
     import logging, sys
     sys.modules["_jaxconv"] = None  # import of it fails
@@ -293,7 +293,7 @@ def run_python(program: str, *arguments: str, **environment) -> subprocess.Compl
 
 
 def test_a_chain_executed_many_times_with_fresh_inputs(platform):
-    """Plans, workspaces and captured graphs must not remember an earlier call's buffers."""
+    """Plans, workspaces and captured graphs keep no buffers of an earlier call."""
     problem = BY_NAME["groups"]
     _, w, _ = exact_operands(Op.FPROP, problem, "f32")
     w = np.sign(w)
@@ -316,7 +316,7 @@ def test_a_chain_executed_many_times_with_fresh_inputs(platform):
 
 
 def test_calls_from_several_threads(platform):
-    """One compiled program, and so one cached plan, used by four threads at a time."""
+    """Four threads at a time run one compiled program, and with it one cached plan."""
     import concurrent.futures
 
     problem = BY_NAME["stride_and_tail"]
@@ -346,7 +346,7 @@ def test_calls_from_several_threads(platform):
     [("igemm_simt", "float32", 8), ("igemm_wgmma", "bfloat16", 64)],
 )
 def test_command_buffers(algorithm, dtype, channels):
-    """Every handler recorded into a CUDA graph and replayed on fresh inputs."""
+    """CUDA graphs capture every handler, and replay it on fresh inputs."""
     if algorithm == "igemm_wgmma" and jax.devices()[0].compute_capability != "9.0":
         pytest.skip("igemm_wgmma is for compute capability 9.0")
     program = """
@@ -390,9 +390,10 @@ def test_command_buffers(algorithm, dtype, channels):
 
 @pytest.mark.parametrize("how", ["ours", "lax overridden"])
 def test_lowering_is_quick(platform, native_kernels, how):
-    """Milliseconds: under 20 for a convolution not seen before, under 2 for an identical one.
+    """Lowering takes less than 20 ms for a new convolution, and 2 ms for one seen before.
 
-    Of this thread's time, and the least of several: the machine may be busy with something else.
+    This is the CPU time of the thread, the minimum of several runs, because the machine may be
+    busy.
     """
     x = jax.ShapeDtypeStruct((8, 28, 28, 16), np.float32)
 
@@ -413,7 +414,7 @@ def test_lowering_is_quick(platform, native_kernels, how):
             return time.thread_time() - start
 
     seconds(1, 1)  # loads the kernels
-    alone = min(seconds(1, channels) for channels in range(8, 13))  # each a problem of its own
+    alone = min(seconds(1, channels) for channels in range(8, 13))  # five different problems
     more = min(seconds(21, 8) for _ in range(3))
     least = min(seconds(1, 8) for _ in range(3))
     assert alone < 20e-3, f"{alone * 1e3:.1f} ms"
@@ -423,7 +424,7 @@ def test_lowering_is_quick(platform, native_kernels, how):
 
 @pytest.mark.parametrize("algorithm", ["xla", "im2col"])
 def test_a_demanded_precision_counts_more_than_the_global_default(algorithm):
-    """In XLA's operations too: the global default is read once, as a call is traced."""
+    """Also in operations that XLA computes. The global default is read when a call is traced."""
     x, w = np.ones((1, 6, 6, 3), np.float32), np.ones((3, 3, 3, 4), np.float32)
 
     def text(precision):

@@ -1,28 +1,31 @@
-// The table of choices: what selection takes for the problems of the benches on several GPUs. A
-// change of a cost model shows there, line by line.
+// Pins what selection chooses for the problems of the benches on several GPUs. A change of a cost
+// model shows in the table line by line.
 //
-//     choices.tsv         what is pinned: a line for each GPU of GPU, problem key, algorithm, choice
-//                         with its slices ("none": no kernel takes the problem), predicted
-//                         microseconds, what "auto" does with the choice ("=": takes it, "xla":
-//                         leaves the layer to XLA, "-": another algorithm is asked for), source
-//     bench_problems.tsv  every problem of the benches (tools/bench_problems.py writes it): "each" or
-//                         "first", source, algorithm, operations, operands, the rest of the key.
+//     choices.tsv         the pinned choices, a line each: GPU, problem key, algorithm, instance
+//                         and slices ("none": no kernel takes the problem), predicted microseconds,
+//                         what "auto" does ("=": it takes this instance, "xla": it leaves the
+//                         layer to XLA, "-": the line asks for another algorithm), source
+//     bench_problems.tsv  every problem of the benches, written by tools/bench_problems.py: "each"
+//                         or "first", source, algorithm, operations, operands, the rest of the key.
 //                         Operations and operands are lists: the line stands for all pairs.
-//     never_chosen.tsv    the forms, as family and device kernel, that "auto" takes for no problem of
+//     never_chosen.tsv    the forms (family and device kernel) that "auto" takes for no problem of
 //                         the benches
 //
-// choices.tsv has the problems that bench_problems.tsv marks "each"; of those marked "first" enough
-// that every instance that some problem of the benches takes on some GPU is in some line, once for
-// each algorithm, layout, kind of filter and result (Pin); and problems beside the benches, whose
-// source is "beside". The test fails where a line differs or a prediction is off by more than a
-// quarter, where an instance is chosen that no line has, and where a form becomes chosen, is no
-// longer chosen or is new.
+// choices.tsv contains
+//   - all problems that bench_problems.tsv marks "each";
+//   - as many of those marked "first" as needed: each instance that some problem of the benches
+//     takes on some GPU has a line, one for each algorithm, filter layout, activation layout and
+//     presence of statistics (Pin);
+//   - problems that are in no bench; their source is "beside".
+// The test fails if a line differs, if a prediction is off by more than a quarter, if an
+// instance is chosen that has no line, and if never_chosen.tsv changes.
 //
-//     choices_test [FOLDER]          compares the tables of a folder, by default of this file's
+//     choices_test [FOLDER]          compares the tables of FOLDER (default: this file's folder)
 //     choices_test --write [FOLDER]  writes choices.tsv and never_chosen.tsv
-//     choices_test --select          answers lines of GPU, key, algorithm from standard input, for
-//                                    tools/bench_problems.py; the algorithm "pass" asks for the plan
-//                                    of a pass
+//     choices_test --select          writes an answer for each line (GPU, key, algorithm) of
+//                                    standard input: the selection, for tools/bench_problems.py;
+//                                    the algorithm "pass" asks for the plan of a pass, "xla_terms"
+//                                    for the terms of XLA's time, for tools/calibrate.py
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
@@ -39,6 +42,7 @@
 #include <vector>
 
 #include "cuda/common/instances.h"
+#include "cuda/common/xla_cost.h"
 #include "cuda/passes.h"
 #include "cuda/registry.h"
 #include "cuda/select.h"
@@ -60,7 +64,7 @@ std::vector<std::string> Split(const std::string& text, char separator) {
   return parts;
 }
 
-// Where the tables are.
+// The folder of the tables.
 std::string& Folder() {
   static std::string& folder = *new std::string(__FILE__, std::string(__FILE__).rfind('/'));
   return folder;
@@ -68,7 +72,7 @@ std::string& Folder() {
 
 std::string FileName(const char* name) { return Folder() + '/' + name; }
 
-// The lines of a table that are no comments, as `fields` fields each.
+// The lines of a table without its comments, each split into `fields` fields.
 std::vector<std::vector<std::string>> Read(const char* name, size_t fields) {
   std::vector<std::vector<std::string>> lines;
   std::ifstream file(FileName(name));
@@ -105,8 +109,8 @@ std::vector<BenchProblem> BenchProblems() {
   return problems;
 }
 
-// What a line of the table stands for: an instance, whether "auto" takes it, the algorithm, the
-// layouts of filter and activations, and whether there are statistics.
+// What a line of choices.tsv pins: the instance, whether "auto" takes it, the algorithm, the
+// layouts of the filter and of the activations, and whether the epilogue computes statistics.
 using Pin = std::tuple<std::string, std::string, std::string, FilterLayout, ActivationLayout, bool>;
 
 struct Choice {
@@ -147,7 +151,7 @@ Choice Choose(const char* target, const Question& question) {
   return found;
 }
 
-// Choices for all GPUs, each found once.
+// The choices for all GPUs, computed once for each question.
 const std::vector<Choice>& Choices(const Question& question) {
   static std::map<Question, std::vector<Choice>>& known =
       *new std::map<Question, std::vector<Choice>>;
@@ -182,7 +186,7 @@ Form FormOf(std::string name) {
   return forms.at(name);
 }
 
-// The lines of never_chosen.tsv, of the questions of choices.tsv with their sources.
+// The text of never_chosen.tsv, from the questions of choices.tsv and their sources.
 std::string NeverChosen(const std::vector<std::pair<Question, std::string>>& pinned) {
   std::set<Form> all, taken, requested, beside;
   for (const KernelDesc& kernel : Kernels()) all.insert(FormOf(kernel.name));
@@ -223,7 +227,7 @@ struct Line {
   std::string choice, microseconds, automatic, source;
 };
 
-// choices.tsv: its questions in order, and its lines by GPU and question.
+// The contents of choices.tsv: the questions in order, and the lines by GPU and question.
 struct Table {
   std::vector<Question> questions;
   std::map<std::tuple<std::string, Question>, Line> lines;
@@ -240,8 +244,8 @@ Table ReadTable() {
   return table;
 }
 
-// The questions that choices.tsv should have, with their sources: those of "each", those beside the
-// benches, and of "first" those that the table has and those that take what no other has taken.
+// The questions that choices.tsv should have, with their sources: those marked "each", those beside
+// the benches, and those marked "first" that the table has already or that add a pin.
 std::vector<std::pair<Question, std::string>> Wanted(const std::vector<BenchProblem>& bench,
                                                      const Table& table) {
   std::vector<std::pair<Question, std::string>> wanted;
@@ -296,7 +300,7 @@ int Write() {
     for (size_t i = 0; i < std::size(kGpus); ++i) {
       const Choice& choice = Choices(question)[i];
       std::string microseconds = Tenths(choice.microseconds);
-      // A prediction that still agrees keeps its text, so that the lines that differ are few.
+      // A prediction that still agrees keeps its old text, so that few lines differ.
       const auto old = table.lines.find({kGpus[i], question});
       if (old != table.lines.end() && old->second.choice == choice.choice &&
           Agree(choice.microseconds, std::atof(old->second.microseconds.c_str()))) {
@@ -374,8 +378,17 @@ void AnswerOfPass(const std::string& key, const Gpu& gpu) {
             << '\t' << plan.microseconds << std::endl;
 }
 
-// Answers as the Python module of a platform does: instance, workspace bytes, slices, both predicted
-// times, refusals; "!" and a message for an error.
+// Class, operations and operands of the calibration's line, and the terms; empty fields where XLA is
+// no candidate.
+void AnswerOfXlaTerms(const ConvProblem& problem, const Gpu& gpu) {
+  XlaTerms terms;
+  if (!XlaTermsOf(problem, gpu, &terms)) terms = XlaTerms();
+  std::cout << terms.problem_class << '\t' << terms.operations << '\t' << terms.operands << '\t'
+            << terms.compute_us << '\t' << terms.memory_us << '\t' << terms.passes_us << std::endl;
+}
+
+// Answers with the fields that the Python module of a platform returns: instance, workspace bytes,
+// slices, the predicted times of the instance and of XLA, refusals; "!" and a message for an error.
 int Answer() {
   for (std::string line; std::getline(std::cin, line);) {
     const std::vector<std::string> asked = Split(line, '\t');
@@ -389,6 +402,10 @@ int Answer() {
         continue;
       }
       status = ConvProblem::Parse(asked[1], &problem);
+      if (status.ok() && asked[2] == "xla_terms") {
+        AnswerOfXlaTerms(problem, gpu);
+        continue;
+      }
     }
     if (status.ok()) status = Select(problem, gpu, asked[2], &selection);
     if (status.ok()) {

@@ -1,4 +1,4 @@
-// ConvProblem: its key there and back, what it refuses and why, and its derived sizes.
+// ConvProblem: its key parsed and printed, the problems that it refuses and why, its derived sizes.
 #include "core/conv_problem.h"
 
 #include <cstdio>
@@ -182,7 +182,7 @@ void CheckFused() {
   }
 }
 
-// The layout of the filter is named where it is not the usual one, and only of an operand.
+// A filter layout other than rsck is part of the key, and only an operand can have one.
 void CheckFilterLayout() {
   ConvProblem problem;
   Expect(ConvProblem::Parse(kLine, &problem).ok(), kLine);
@@ -196,11 +196,11 @@ void CheckFilterLayout() {
   Expect(status.message() == "filter layout: wgrad writes rsck, got krsc", status.message());
 }
 
-// Filters prepared for Winograd: a record and U, of float16 whatever x is.
+// A filter prepared for Winograd is a record and U, which is float16 whatever the type of x.
 void CheckPreparedFilters() {
   std::string plain = kLine;
   plain.replace(plain.find("f32:f32:f32"), 11, "bf16:f16:bf16");
-  // 64 columns are 128 in the one-dimensional layout.
+  // The one-dimensional layout pads 64 columns to 128.
   const std::pair<const char*, int64_t> kLayouts[] = {
       {"winograd2", 16}, {"winograd4", 36}, {"winograd6", 64}, {"winograd4x3", 18 * 2}};
   for (const auto& [layout, points] : kLayouts) {
@@ -260,7 +260,7 @@ void CheckRandomRoundTrips() {
       problem.dilation[axis] = draw(1, 4);
       problem.pad_lo[axis] = draw(-5, 9);
       problem.pad_hi[axis] = draw(-5, 9);
-      // Counted by sliding the window, which is what the closed form abbreviates.
+      // Slides the window, to check the closed form that ConvProblem uses.
       int64_t extent = (problem.in[axis] - 1) * problem.lhs_dilation[axis] + 1 +
                        problem.pad_lo[axis] + problem.pad_hi[axis];
       int64_t reach = (problem.filter[axis] - 1) * problem.dilation[axis] + 1;
@@ -281,9 +281,9 @@ void CheckRandomRoundTrips() {
 }
 
 struct Refused {
-  const char* from;  // replaced, in kLine,
-  const char* to;    // by this
-  const char* word;  // which the message must contain
+  const char* from;  // this part of kLine
+  const char* to;    // is replaced by this
+  const char* word;  // the message must contain it
 };
 
 void CheckRefusals() {
@@ -351,7 +351,7 @@ void CheckDamagedLines() {
       ConvProblem problem;
       Status status = ConvProblem::Parse(damaged, &problem);
       if (status.ok()) {
-        // Only numbers with leading zeros come back in another spelling.
+        // Only numbers with leading zeros are printed in another spelling.
         ConvProblem again;
         Expect(ConvProblem::Parse(problem.ToString(), &again).ok() && Equal(problem, again),
                damaged);
@@ -362,7 +362,7 @@ void CheckDamagedLines() {
   }
 }
 
-// Sizes that 64 bits do not hold are Unimplemented, not InvalidArgument, and never overflow.
+// Sizes beyond 64 bits are Unimplemented, not InvalidArgument, and nothing overflows.
 void CheckLimits() {
   struct Limit {
     const char* key;
@@ -390,7 +390,7 @@ void CheckLimits() {
        "largest tensor: expected less than 2^48, got 2^63 or more"},
       {"fprop f32:f32:f32 default b1 n1048576 g1 c1048576 k1048576 i16 f1 o16 s1 l1 d1 p0_0",
        "operations"},
-      // Tensors of 1 and 8 elements, 2^63 positions of padding.
+      // Tensors of 1 and 8 elements, but 2^63 positions with padding.
       {"fprop f32:f32:f32 default b1 n1 g1 c1 k1 i1x1x1 f1x1x1 o2x2x2 s2000000x2000000x2000000 "
        "l1x1x1 d1x1x1 p2000000_0x2000000_0x2000000_0",
        "padded"},

@@ -1,4 +1,4 @@
-// Runs of the CPU kernels on small integers, whose results are exact.
+// Runs the CPU kernels on small integers, on which results are exact.
 #ifndef JAXCONV_TESTS_CC_CPU_RUNS_H_
 #define JAXCONV_TESTS_CC_CPU_RUNS_H_
 
@@ -71,7 +71,7 @@ struct Data {
 inline Data MakeData(const ConvProblem& p, std::mt19937* random) {
   std::vector<double> lhs = RandomIntegers(Elements(p, p.op == Op::kDgrad ? 'y' : 'x'), random);
   std::vector<double> rhs = RandomIntegers(Elements(p, p.op == Op::kWgrad ? 'y' : 'w'), random);
-  if (p.lhs_dtype() == DType::kS8) {  // the extremes too, whose pairwise sums overflow 16 bits
+  if (p.lhs_dtype() == DType::kS8) {  // sums of two extreme products overflow 16 bits
     for (size_t i = 0; i < lhs.size(); i += 3) lhs[i] = i % 2 ? -128 : 127;
     for (size_t i = 0; i < rhs.size(); i += 2) rhs[i] = i % 3 ? -128 : 127;
   }
@@ -107,7 +107,7 @@ inline void SetTypes(Op op, Types types, ConvProblem* p) {
   p->x_dtype = op == Op::kDgrad ? types.result : types.operand;
   p->w_dtype = op == Op::kWgrad ? types.result : types.operand;
   p->y_dtype = op == Op::kFprop ? types.result : types.operand;
-  if (p->w_dtype == DType::kU8) p->w_dtype = DType::kS8;  // beside u8 images
+  if (p->w_dtype == DType::kU8) p->w_dtype = DType::kS8;  // u8 images have s8 filters
 }
 
 inline ConvProblem Geometry2d(int64_t n, int64_t h, int64_t w, int64_t c, int64_t k, int64_t r,

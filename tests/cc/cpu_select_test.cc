@@ -1,5 +1,5 @@
-// The choice between the CPU kernels, and what holds their plans: calls that selection has not
-// written, workspaces, concurrent executions, the bounds on plans and on oneDNN's brgemm kernels.
+// Selection among the CPU kernels and the caches behind it: calls that no selection wrote,
+// workspaces, concurrent executions, the limits on plans and on oneDNN's brgemm kernels.
 
 #include <algorithm>
 #include <cstdio>
@@ -27,7 +27,7 @@ void CheckSelect() {
     EXPECT(cpu::Select(p, algorithm, 2, &s).ok() && s.instance == "fprop_onednn_f32", algorithm);
     EXPECT(s.slices == 2, algorithm);
   }
-  p.filter_layout = FilterLayout::kKrsc;  // after a plan of the same sizes was made
+  p.filter_layout = FilterLayout::kKrsc;  // the plan of the rsck problem is cached
   EXPECT(cpu::Select(p, "auto", 2, &s).ok() && s.instance.empty(), p.ToString());
   p.filter_layout = FilterLayout::kRsck;
   EXPECT(cpu::Select(p, "wgrad_onednn_f32", 2, &s).ok() && s.instance.empty(), "");
@@ -37,7 +37,7 @@ void CheckSelect() {
   EXPECT(cpu::Select(p, "auto", 2, &s).ok() && s.instance.empty() && !s.refusals.empty(), "");
 }
 
-// What oneDNN computes slowly, and what XLA calls faster.
+// Problems on which oneDNN is slow (other kernels are chosen) or XLA is faster.
 void CheckSmallProblems() {
   struct {
     ConvProblem p;
@@ -78,7 +78,8 @@ void CheckSmallProblems() {
              s.microseconds > s.xla_microseconds && s.refusals.size() == 1 &&
              s.refusals[0].reason.find("predicted 2.0 us, fprop_onednn_f32 2.9 us") == 0,
          s.refusals.empty() ? "" : s.refusals[0].reason);
-  // Few input channels, rows of a multiple of 2 KB: XLA's unless it has an epilogue.
+  // Layers with few input channels whose output pixels take a multiple of 2 KB are left to XLA,
+  // unless they have an epilogue.
   p = Geometry2d(1, 24, 24, 3, 512, 3, 3, 1, 1);
   p.out = p.in;
   EXPECT(cpu::Select(p, "auto", 2, &s).ok() && s.instance.empty(), p.ToString());
@@ -87,7 +88,7 @@ void CheckSmallProblems() {
   p = Geometry2d(4, 1, 4000, 1, 512, 1, 10, 5, 0);
   p.rank = 1, p.stride[1] = 1, p.out = {1, 1, 799};
   EXPECT(cpu::Select(p, "auto", 2, &s).ok() && s.instance.empty(), p.ToString());
-  p = Geometry2d(1, 224, 224, 3, 1024, 16, 16, 16, 0);  // a sum of many terms
+  p = Geometry2d(1, 224, 224, 3, 1024, 16, 16, 16, 0);  // long sums
   p.out = {1, 14, 14};
   EXPECT(cpu::Select(p, "auto", 2, &s).ok() && s.instance == "fprop_onednn_f32", p.ToString());
   p = Geometry2d(4, 1, 3200, 2, 512, 1, 25, 1, 0);
@@ -100,8 +101,8 @@ void CheckSmallProblems() {
   EXPECT(cpu::Select(p, "auto", 2, &s).ok() && s.instance == "fprop_onednn_f32", p.ToString());
 }
 
-// Weight gradients as matrix products: chosen where every task of oneDNN's would have few pixels,
-// and right in any number of tasks, which then share channels and taps.
+// Weight gradients as matrix products: chosen where each of oneDNN's tasks would have few pixels,
+// and exact for any number of tasks, which share channels and taps.
 void CheckGemmWgrad(std::mt19937* random) {
   Selection s;
   auto chosen = [&](int64_t n, int64_t side, int64_t c, int64_t k, int64_t threads) {
@@ -154,16 +155,16 @@ void CheckWorkspace(std::mt19937* random) {
   Selection s;
   EXPECT(cpu::Select(p, "onednn", 2, &s).ok() && s.workspace_bytes > 0, p.ToString());
   std::vector<char> out(data.expected.size()), workspace(s.workspace_bytes + 4);
-  // A program of another version has the workspace of that version's plan.
+  // A program that another version compiled passes the workspace size of that version's plan.
   Status status = Run(p, s, data, out.data(), workspace.data(), s.workspace_bytes - 1);
   EXPECT(status.ok() && out == data.expected, "small workspace: " + status.message());
   std::fill(out.begin(), out.end(), 0);
-  // Any alignment of the buffer will do.
+  // The workspace needs no alignment.
   status = Run(p, s, data, out.data(), workspace.data() + 4, s.workspace_bytes);
   EXPECT(status.ok() && out == data.expected, "unaligned workspace: " + status.message());
 }
 
-// What a call may hold that selection has not written.
+// Calls that selection never writes: invalid slices, instances and keys.
 void CheckCalls() {
   ConvProblem p = Geometry2d(2, 14, 14, 32, 64, 3, 3, 1, 1);
   p.out = p.in;
@@ -228,7 +229,7 @@ bool TakesBrgemm(const ConvProblem& p) {
   return has;
 }
 
-// oneDNN never frees brgemm kernels: only so many problems have them, and those keep them.
+// oneDNN never frees brgemm kernels, so the first problems up to a limit get them and keep them.
 void CheckBrgemmProblems() {
   cpu::SetMaxBrgemmProblems(2);
   std::vector<bool> first, again;

@@ -1,4 +1,4 @@
-// Convolutions of floats by the definition, in double, on the device.
+// Evaluates the definition of a floating-point convolution on the device, in double.
 #ifndef JAXCONV_TESTS_CC_DEFINITION_CUH_
 #define JAXCONV_TESTS_CC_DEFINITION_CUH_
 
@@ -43,12 +43,12 @@ __device__ double Rounded(double value, DType dtype) {
   return value;
 }
 
-// What the definition needs of a problem, by value.
+// The parameters of a problem that the definition needs, passed to kernels by value.
 struct Window {
   Op op;
   int64_t n, groups, c, k;
   int64_t in[3], filter[3], out[3], stride[3], lhs_dilation[3], dilation[3], pad_lo[3];
-  int64_t to_k, to_c;  // of the filter, between neighbours along K and along C
+  int64_t to_k, to_c;  // distances in the filter of neighbours along K and along C
 
   explicit Window(const ConvProblem& problem)
       : op(problem.op), n(problem.n), groups(problem.groups), c(problem.c), k(problem.k) {
@@ -71,8 +71,8 @@ struct Window {
     for (int a = 2; a >= 0; --a) at[a] = index % extent[a], index /= extent[a];
     return index;
   }
-  // The input position under tap `tap` of output `out_at`; false outside, or between inserted
-  // zeros.
+  // Finds the input position under tap `tap` of output `out_at`. Returns false if it lies outside
+  // or on a zero of input dilation.
   __device__ bool Input(const int64_t (&out_at)[3], const int64_t (&tap)[3],
                         int64_t (&in_at)[3]) const {
     for (int a = 0; a < 3; ++a) {
@@ -82,7 +82,7 @@ struct Window {
     }
     return true;
   }
-  // The output whose window has input `in_at` under tap `tap`; false where there is none.
+  // Finds the output whose tap `tap` lies on input `in_at`. Returns false if there is none.
   __device__ bool Output(const int64_t (&in_at)[3], const int64_t (&tap)[3],
                          int64_t (&out_at)[3]) const {
     for (int a = 0; a < 3; ++a) {

@@ -1,5 +1,5 @@
-// What the programs that run kernels alone share: errors of the runtime, random numbers, memory and
-// the time of launches.
+// Shared by programs that run single kernels: error checks, random numbers, device memory, and the
+// time of launches.
 #ifndef JAXCONV_TESTS_CC_DEVICE_PROGRAM_CUH_
 #define JAXCONV_TESTS_CC_DEVICE_PROGRAM_CUH_
 
@@ -15,7 +15,7 @@
 
 namespace jaxconv {
 
-// Ends the program where a call of the runtime failed.
+// Ends the program if a call of the CUDA runtime failed.
 inline void Require(cudaError_t error, const char* what) {
   if (error == cudaSuccess) return;
   std::printf("%s: %s\n", what, cudaGetErrorString(error));
@@ -45,14 +45,14 @@ class Buffer {
   void* data_ = nullptr;
 };
 
-// Sets of operands of which a time is taken: from 2 to 16, more than 300 MB in all where these are
-// enough, so that no operand lies in L2 when it is read.
+// The number of operand sets that a measurement cycles through: 2 to 16, more than 300 MB in all
+// where 16 sets reach that, so that no operand is in L2 when it is read.
 inline int SetsToTime(int64_t set_bytes) {
   return static_cast<int>(std::clamp<int64_t>((300'000'000 + set_bytes - 1) / set_bytes, 2, 16));
 }
 
-// The median time of nine replays of a CUDA graph of what `launch` enqueues; three replays go
-// before to warm up. `launch` returns a Status, which is passed on.
+// The median time of nine replays of a CUDA graph of what `launch` enqueues, after three replays to
+// warm up. An error of `launch` is passed on.
 template <class Launch>
 Status TimeReplays(cudaStream_t stream, const char* what, const Launch& launch,
                    double* microseconds) {

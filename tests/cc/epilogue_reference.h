@@ -42,14 +42,13 @@ JAXCONV_ON_DEVICE inline double ActivateReference(Activation activation, double 
   return v;
 }
 
-// Whether a device computes it exactly where t and the slope are small multiples of a power of two.
+// Whether the device's result is exact if t and the slope are small multiples of a power of two.
 JAXCONV_ON_DEVICE inline bool ExactActivation(Activation activation) {
   return activation <= Activation::kLeakyRelu;
 }
 
-// What a result may differ from the activation of `t` otherwise: one rounding to its type and some
-// units in the last place of float32, of the result and of t, whose rounding the activation passes
-// on.
+// Error bound of a device's activation of `t`: one rounding to `dtype`, some units in the last
+// place of the float32 result, and the rounding of t, which the activation passes on.
 JAXCONV_ON_DEVICE inline double ActivationTolerance(DType dtype, double t, double result) {
   const double rounding = dtype == DType::kF32 ? 5e-7 : dtype == DType::kF16 ? 4.9e-4 : 3.95e-3;
   return rounding * std::fabs(result) + 3e-7 * std::fabs(t) + (dtype == DType::kF16 ? 6e-8 : 1e-30);

@@ -1,4 +1,4 @@
-// Checks of a test that go on after a failure.
+// Checks that print a failure and let the test go on.
 #ifndef JAXCONV_TESTS_CC_EXPECT_H_
 #define JAXCONV_TESTS_CC_EXPECT_H_
 

@@ -1,5 +1,5 @@
-// FastDivmod against / and %, for the dividends and divisors where a multiplier off by one would
-// show.
+// Compares FastDivmod with / and % on the dividends and divisors where an error of one in the
+// multiplier would show.
 #include "core/fast_divmod.h"
 
 #include <cstdint>
@@ -31,7 +31,7 @@ void Check(int64_t divisor, const FastDivmod& divmod, int64_t n) {
   }
 }
 
-// A quotient is wrong first just below or at a multiple of the divisor, and for large dividends.
+// Errors show first at large dividends, at a multiple of the divisor or just below.
 void CheckDivisor(int64_t divisor, std::mt19937_64* random) {
   FastDivmod divmod(divisor);
   int64_t last = kLargest / divisor;

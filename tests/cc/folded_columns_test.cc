@@ -1,4 +1,4 @@
-// What is folded, and that a kernel's plan is the faster one of both forms for any slices.
+// Which problems are folded; a kernel's plan is the faster of both forms for any number of slices.
 #include "cuda/common/folded_columns.h"
 
 #include <cstdio>
@@ -78,14 +78,14 @@ void ExpectWhichRowsAreFolded() {
        }) {
     Expect(FoldedRows("fprop " + types + rest).empty(), rest + " has folded rows");
   }
-  // A scale of every image is one of n.
+  // Folded rows make several images of one, but image_scale has one scale for each of n images.
   Expect(FoldedRows("fprop s8:s8:f32 default b1 n2 g1 c32 k32 i32x12 f4x1 o8x12 s4x1 l1x1 d1x1 "
                     "p0_0x0_0 image_scale")
              .empty(),
          "images with scales of their own");
 }
 
-// Selection predicts with the kernel's own number of slices, a call names the number.
+// Selection predicts with the kernel's own number of slices; a call passes that number explicitly.
 void ExpectTheSamePlanForAnySlices() {
   const jaxconv::Gpu gpu = jaxconv::Model("h200");
   int folded = 0;

@@ -1,4 +1,4 @@
-// The model of a GPU: products by name, capabilities by their usual part.
+// Models of GPUs: products are found by name, other GPUs by compute capability.
 #include "cuda/common/gpu.h"
 
 #include <cstdio>

@@ -1,5 +1,5 @@
-// Random problems whose strides, dilations and paddings may be huge while their tensors are tiny:
-// where arithmetic on coordinates overflows first.
+// Random problems with tiny tensors whose strides, dilations and paddings may be huge, so that
+// arithmetic on coordinates overflows.
 #ifndef JAXCONV_TESTS_CC_HUGE_WINDOWS_H_
 #define JAXCONV_TESTS_CC_HUGE_WINDOWS_H_
 

@@ -1,4 +1,4 @@
-// Plans of igemm_wgmma for an H200, for the tests of what it plans.
+// Plans of igemm_wgmma for an H200, shared by its plan tests.
 #ifndef JAXCONV_TESTS_CC_IGEMM_WGMMA_PLANS_H_
 #define JAXCONV_TESTS_CC_IGEMM_WGMMA_PLANS_H_
 

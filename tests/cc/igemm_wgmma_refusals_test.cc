@@ -1,5 +1,5 @@
-// What igemm_wgmma refuses and why, the names of its instances, and which problems are scheduled
-// dynamically.
+// The problems that igemm_wgmma refuses and why, the names of its instances, and the problems whose
+// tiles are scheduled dynamically.
 #include <cstdio>
 #include <string>
 #include <utility>
@@ -47,7 +47,7 @@ void CheckRefusals() {
   deep.c = 25 * 64;
   refused(deep, "slices: expected 1 to 6, got 7", 7);
   refused(deep, "6 slices of 25 k-blocks leave one empty", 6);
-  // What x holds at a row's ends meets zeros of dy there, which infinities survive.
+  // At the ends of a row, x meets zeros of dy. For infinite x their product is NaN.
   ConvProblem batched = problem;
   batched.op = Op::kWgrad;
   batched.filter[2] = 3;
@@ -56,7 +56,7 @@ void CheckRefusals() {
   if (!Accepts(wgrad_filter_row, batched)) Fail(batched, "refused in filter-row");
   batched.batch = 2;
   if (Accepts(wgrad_filter_row, batched)) Fail(batched, "batched filters accepted in filter-row");
-  // Patches are stored by vectors of 16-bit elements. Columns are folded: a row is a pixel.
+  // The patches form stores vectors of 16-bit elements. Its columns are folded: a row is a pixel.
   ConvProblem patches = problem;
   patches.op = Op::kDgrad;
   patches.c = 16;
@@ -112,7 +112,7 @@ void CheckRefusals() {
   }
 }
 
-// The name in the table says the tile that the plan cuts, and the k-block.
+// An instance's name contains its tile and its k-block.
 void CheckNames() {
   for (const KernelDesc& kernel : AllKernels()) {
     const auto& instance = *static_cast<const Instance*>(kernel.instance);
@@ -130,8 +130,8 @@ void CheckNames() {
   }
 }
 
-// Tiles are scheduled dynamically, with counters that are reset before, where memory is the limit
-// and there are many.
+// Tiles are scheduled dynamically, by counters that are reset before the launch, where memory
+// bandwidth is the limit and there are many tiles.
 void CheckDynamic() {
   for (const char* part : {"bf16_64x256x64_pointwise_c128", "bf16_256x64x64_pointwise_swap_ab",
                            "bf16_128x128x64_pointwise"}) {
@@ -144,7 +144,7 @@ void CheckDynamic() {
         problem.in = problem.out = {1, 56, 56};
         Plan plan;
         if (!PlanOf(KernelNamed(Op::kFprop, part), problem, &plan).ok()) continue;
-        // Many bytes, few operations a byte, and tiles of at least 32 KB.
+        // Dynamic scheduling needs many bytes, few operations a byte, and tiles of 32 KB or more.
         const auto& instance =
             *static_cast<const Instance*>(KernelNamed(Op::kFprop, part).instance);
         const int64_t tile_bytes =

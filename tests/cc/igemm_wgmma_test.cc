@@ -1,6 +1,5 @@
-// What igemm_wgmma plans, carried out on the CPU by the rules of TMA: every box of pixels, tap and
-// row of the output against the definition of the convolution. Works on the plan's parameter block,
-// without CUDA.
+// Executes plans of igemm_wgmma on the CPU by the rules of TMA, and compares every box, tap and
+// output row with the definition of the convolution. Uses the plan's parameter block, without CUDA.
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
@@ -16,8 +15,8 @@
 namespace jaxconv::igemm_wgmma {
 namespace {
 
-// The rules of the im2col walk of one axis: base pixels lie inside the box, which holds as many of
-// them as the walk has, and offsets are not negative.
+// Rules for the im2col box of each axis: base pixels lie inside the box, the box has as many as the
+// residue class, and offsets are not negative.
 void CheckBox(const ConvProblem& problem, const LaunchParams& launch, int index) {
   const Params& p = launch.kernel;
   const ResidueClass& of = p.residue_class[index];
@@ -35,7 +34,7 @@ void CheckBox(const ConvProblem& problem, const LaunchParams& launch, int index)
   }
 }
 
-// fprop and dgrad: the kernel's sums, one output element at a time.
+// Executes a plan of fprop or dgrad: the kernel's sums, one output element at a time.
 std::vector<double> CarryOut(const ConvProblem& problem, const Plan& plan, bool filter_row,
                              const std::vector<double>& lhs, const std::vector<double>& rhs) {
   const auto& launch = plan.As<LaunchParams>();
@@ -57,7 +56,7 @@ std::vector<double> CarryOut(const ConvProblem& problem, const Plan& plan, bool 
         int32_t image = row, j[3];
         for (int i = 0; i < 3; ++i) of.count[i].Divmod(image, &image, &j[i]);
         int64_t dst = row;
-        if (!p.dense_rows && j[0] >= of.width) continue;  // padding of a row, not an output
+        if (!p.dense_rows && j[0] >= of.width) continue;  // the padding of a row has no output
         if (!p.dense_rows) {
           dst = image;
           for (int i = 2; i >= 0; --i) {
@@ -72,7 +71,8 @@ std::vector<double> CarryOut(const ConvProblem& problem, const Plan& plan, bool 
                 for (int32_t t0 = 0; t0 < of.taps[0]; ++t0) {
                   const int32_t t[3] = {t0, t1, t2};
                   int64_t src[3], tap = of.filter0;
-                  // Filter-row: a tap is a pixel of the walk further on, maybe of the next row.
+                  // Filter-row: the next tap is a later pixel of the same im2col walk, perhaps in
+                  // the next row.
                   int32_t walked = row, at[3];
                   if (filter_row) walked += of.offset0[0] + t0 * of.offset_step[0];
                   if (walked > row + kMaxSpan) Fail(problem, "a tap reaches out of the load");
@@ -92,8 +92,8 @@ std::vector<double> CarryOut(const ConvProblem& problem, const Plan& plan, bool 
                           launch.a_extent[0] +
                       src[0];
                   for (int64_t c = 0; c < channels; ++c) {
-                    // fprop's kernel has gemm_n innermost in the filter, or in float32 and in
-                    // dgrad's the reduction.
+                    // The filter's innermost index is gemm_n in fprop, except in float32, and the
+                    // reduction in float32 and in dgrad.
                     const bool fprop = plan.kernel->op == Op::kFprop;
                     const int64_t of_n = n + (fprop ? group * p.b_group : 0);
                     const int64_t of_c = c + (fprop ? 0 : group * p.b_group);
@@ -120,7 +120,8 @@ std::vector<double> CarryOut(const ConvProblem& problem, const Plan& plan, bool 
   return out;
 }
 
-// wgrad: rows are taps times blocks of 64 channels (32 in float32), k-blocks are as many pixels.
+// Executes a plan of wgrad: GEMM rows are taps times blocks of 64 channels (32 in float32), and a
+// k-block has as many pixels.
 std::vector<double> CarryOutWgrad(const ConvProblem& problem, const Plan& plan,
                                   const std::vector<double>& x, const std::vector<double>& dy) {
   const auto& launch = plan.As<LaunchParams>();
@@ -170,8 +171,8 @@ std::vector<double> CarryOutWgrad(const ConvProblem& problem, const Plan& plan,
   return out;
 }
 
-// wgrad filter-row: x and dy are walked alike over rows longer than the image's, and the taps of a
-// filter row are the same walk of x, so many pixels further on.
+// Executes a filter-row plan of wgrad. x and dy are padded to rows of equal length, and every tap
+// of a filter row reads the same walk of x at a different offset.
 std::vector<double> CarryOutWgradFilterRow(const ConvProblem& problem, const Plan& plan,
                                            const std::vector<double>& x,
                                            const std::vector<double>& dy) {
@@ -191,8 +192,8 @@ std::vector<double> CarryOutWgradFilterRow(const ConvProblem& problem, const Pla
   if (of.k_blocks * kWgradRowPixels < p.images * image_pixels) {
     Fail(problem, "the k-blocks miss pixels");
   }
-  // The image of a place of the walk, and its coordinates. The kernel counts from an image further
-  // on, so that no index is negative.
+  // The image and the coordinates of the pixel at `index`. The kernel adds one image to every index
+  // so that none is negative.
   auto place_of = [&](int32_t index, int64_t (&j)[3]) {
     int32_t rest = index + image_pixels, coordinate;
     if (rest < 0) Fail(problem, "a negative place of the walk");
@@ -288,8 +289,8 @@ void CheckGrid(const KernelDesc& kernel, const ConvProblem& problem, const Plan&
   }
 }
 
-// The big parts of a split operand: small integers have no small parts. The order within 16 columns
-// is the kernels' own.
+// The large parts of a split operand, in which small integers have no small parts. The order of 16
+// columns is the kernels'.
 std::vector<double> Split(const FilterSplit& split, const std::vector<double>& b) {
   std::vector<double> big(split.matrices * split.rows * split.pitch);
   for (int64_t i = 0; i < split.matrices; ++i) {
@@ -304,8 +305,8 @@ std::vector<double> Split(const FilterSplit& split, const std::vector<double>& b
   return big;
 }
 
-// All instances of the operation and type. Their sums differ by the geometry alone, so each geometry
-// is carried out once. `accepted`, `in_filter_row`: geometries that were.
+// Checks all instances of the operation and type. Their sums depend on the geometry only, so each
+// geometry is executed once. `accepted` and `in_filter_row` count the geometries.
 void Check(const ConvProblem& problem, int* accepted, int* in_filter_row) {
   const bool wgrad = problem.op == Op::kWgrad, dgrad = problem.op == Op::kDgrad;
   std::vector<double> lhs, rhs, expected;
@@ -337,7 +338,7 @@ void Check(const ConvProblem& problem, int* accepted, int* in_filter_row) {
     if (krsc && (problem.batch > 1 || plan.kernel->op == problem.op)) {
       Fail(problem, "a filter stored as krsc takes the other operation's kernel, without batches");
     }
-    // Blank out what tiles alone decide.
+    // Clear the fields that depend on the tile only.
     LaunchParams geometry = launch;
     geometry.kernel.n_tiles = geometry.kernel.m_tiles = FastDivmod();
     geometry.kernel.tiles = geometry.ctas = 0;
@@ -378,7 +379,8 @@ void Check(const ConvProblem& problem, int* accepted, int* in_filter_row) {
   }
 }
 
-// A cluster's CTAs split every residue class's k-blocks without gaps, in no workspace.
+// The CTAs of a cluster split the k-blocks of every residue class without gaps and without a
+// workspace.
 void CheckCluster(const ConvProblem& problem) {
   const KernelDesc& kernel = KernelNamed(problem.op, "bf16_64x64x64_cluster");
   for (int64_t ranks = 1; ranks <= kMaxClusterCtas; ++ranks) {
@@ -404,8 +406,8 @@ void CheckCluster(const ConvProblem& problem) {
   }
 }
 
-// Padding wider than the filter, on the near side: the gradient's own padding is negative, and its
-// window begins inside dy. Both gave NaN on an H200.
+// Padding before the image that is wider than the filter: the padding of dgrad is negative, so its
+// window begins inside dy.
 void CheckWidePadding() {
   for (const char* line :
        {"dgrad bf16:bf16:bf16 default b1 n3 g2 c384 k128 i148 f3 o150 s1 l1 d1 p4_0",
@@ -440,7 +442,8 @@ int main() {
     problem.k = f32 && problem.op == Op::kWgrad ? 32 : f32 ? 4 * draw(1, 4) : 8 * draw(1, 2);
     if (draw(0, 15) == 0) problem.c = problem.k = 128, problem.groups = 2;
     const int largest = problem.rank == 3 || problem.groups > 1 ? 4 : 9;
-    // A third has padding, on either side or both, that is wider than the filter, or negative.
+    // A third of the problems have padding on either or both sides that is wider than the filter or
+    // negative.
     const bool is_wide = checked / 6 % 3 == 0;
     for (int a = 3 - problem.rank; a < 3; ++a) {
       problem.in[a] = draw(1, largest);
@@ -459,7 +462,7 @@ int main() {
           OutputExtent(problem.in[a], problem.filter[a], problem.stride[a], problem.lhs_dilation[a],
                        problem.dilation[a], problem.pad_lo[a], problem.pad_hi[a]);
     }
-    if (!problem.Validate().ok()) continue;  // an empty output
+    if (!problem.Validate().ok()) continue;  // the output is empty
     ++checked;
     const int before = accepted + in_filter_row;
     igemm_wgmma::Check(problem, &accepted, &in_filter_row);

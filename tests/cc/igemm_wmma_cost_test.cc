@@ -1,4 +1,4 @@
-// igemm_wmma's cost model: properties that hold whatever its constants.
+// Properties of igemm_wmma's cost model that do not depend on its constants.
 #include <cmath>
 #include <cstdio>
 #include <string>

@@ -1,8 +1,8 @@
-// The index algebra of implicit GEMM against the definition of ConvProblem, on the CPU.
+// Compares the index algebra of implicit GEMM with the definition of ConvProblem, on the CPU.
 //
-// For each problem the set of (output element, source pixel, filter tap) that the algebra reaches
-// must be the set that the definition i * lhs_dilation = p * stride + r * dilation - pad_lo gives:
-// nothing twice, nothing missing, every output row exactly once.
+// For each problem, the algebra must reach exactly the triples (output element, source pixel,
+// filter tap) with i * lhs_dilation = p * stride + r * dilation - pad_lo, each once, and every
+// output row exactly once.
 #include "core/implicit_gemm.h"
 
 #include <cstdio>
@@ -96,7 +96,7 @@ void CheckGather(const ConvProblem& problem, const ImplicitGemm& gemm) {
   if (terms != Definition(problem)) Fail(problem, "the terms are not those of the definition");
 }
 
-// Where the algebra looks for an element of the filter.
+// The index of every filter element in the algebra.
 void CheckFilter(ConvProblem problem) {
   for (FilterLayout layout : {FilterLayout::kRsck, FilterLayout::kKrsc}) {
     problem.filter_layout = layout;
@@ -202,7 +202,7 @@ int main() {
                                              problem.lhs_dilation[a], problem.dilation[a],
                                              problem.pad_lo[a], problem.pad_hi[a]);
     }
-    if (!problem.Validate().ok()) continue;  // an empty output
+    if (!problem.Validate().ok()) continue;  // the output is empty
     jaxconv::Check(problem);
     ++checked;
   }

@@ -1,25 +1,25 @@
-// The int8 kernels alone, without Python and XLA: exact, and their times.
+// Runs the int8 kernels without Python and XLA: checks exact results, measures times.
 //
 //     int8_check check|error|time|plan PROBLEMS KERNEL...
 //
 // PROBLEMS: a problem key (ConvProblem::ToString writes it), or a file of lines "name<TAB>key".
-// KERNEL: part of an instance's name, or "native", the instance that the int8 families predict to
-// be fastest. In the environment LAYERS=text takes only the problems whose name contains the text.
+// KERNEL: part of an instance's name, or "native", the instance of the int8 families with the
+// shortest predicted time. LAYERS=text in the environment takes only the problems whose name
+// contains the text.
 //
-//     check  random operands with extremes among them, scales of both signs, NaN, infinities, ties
-//            and sums that wrap; result filled with 0xa5 before, and the memory behind it; compared
-//            bit by bit with the definition (core/epilogue.h), computed element by element. Kernels
-//            chosen on request only, which are not exact on any bytes, get the operands of Sparsen
-//     error  of sums (s32, without a scale) of random operands: the root mean square of their
+//     check  compares every bit with the definition (core/epilogue.h). Operands are random, with
+//            extreme values; scales have both signs, NaN and infinities; there are ties and sums
+//            that wrap. The result and the memory behind it are filled with 0xa5 before. Kernels
+//            that run on request only are exact on few operands only and get those of Sparsen
+//     error  for sums (s32, without a scale) of random operands: the root mean square of the
 //            difference from the definition, over the standard deviation of the definition
 //     time   2 to 16 sets of operands (more than 300 MB), one CUDA graph over all, the median of 9
 //            replays: us, TOP/s, TB/s and the prediction; "*" marks the instance of "native"
-//     plan   the predictions alone, which needs no GPU: for the product MODEL (h200)
+//     plan   the predictions only, for the product MODEL (h200); needs no GPU
 //
 // SMS=n in the environment plans for a GPU of n SMs, so that persistent CTAs process several tiles.
 //
-// It is built as kernel_check.cu is (CONTRIBUTING.md). Exit status: 1 where a kernel fails or
-// differs.
+// CONTRIBUTING.md says how it is built. Exit status: 1 if a kernel fails or differs.
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -52,14 +52,14 @@ std::vector<KernelDesc> Int8Kernels() {
 constexpr int kPoison = 0xa5;
 constexpr int64_t kGuardBytes = 4096;
 
-// Bytes that differ from the poison.
+// Counts the bytes behind the result that a kernel has overwritten.
 __global__ void CountTouched(const uint8_t* guard, int64_t bytes, Mismatch* found) {
   for (int64_t i = threadIdx.x; i < bytes; i += blockDim.x) {
     if (guard[i] != kPoison) atomicAdd(&found->count, 1ull);
   }
 }
 
-// Where the operands of a problem lie in one allocation.
+// The operands of a problem in one allocation.
 struct Tensors {
   int64_t x, w, y, residual, scale, channels, bytes;
   const ConvProblem& problem;
@@ -106,7 +106,7 @@ struct Tensors {
   float RootOfTerms() const {
     return std::sqrt(static_cast<float>(problem.taps() * problem.c_per_group()));
   }
-  // After Fill.
+  // Replaces the activations, filter and scales that Fill wrote.
   void FillSparse(char* set, cudaStream_t stream) const {
     constexpr int kEvery = 16;
     const Operands args = At(set);
@@ -124,7 +124,7 @@ struct Tensors {
                                         4 * seed + 1);
     FillBytes<<<2048, 256, 0, stream>>>(static_cast<uint8_t*>(const_cast<void*>(args.rhs)), w,
                                         4 * seed + 2);
-    // The zeros at the end of the filter's rows.
+    // The zeros that pad the rows of the packed filter.
     const int64_t length = problem.taps() * problem.c_per_group();
     if (length < problem.packed_row()) {
       Require(cudaMemset2DAsync(static_cast<char*>(const_cast<void*>(args.rhs)) + length,
@@ -140,7 +140,7 @@ struct Tensors {
                               cudaMemcpyHostToDevice, stream),
               "residual_scale");
     }
-    // The arrays themselves; a kernel gets a null pointer for absent ones.
+    // All arrays are filled; a kernel gets a null pointer for absent ones.
     char* const scales = Scales(all);
     FillScales<<<64, 256, 0, stream>>>(reinterpret_cast<float*>(scales), scale / 4,
                                        5500 * RootOfTerms(), extremes);
@@ -198,7 +198,7 @@ Status Run(const Candidate& candidate, const Operands& operands, cudaStream_t st
   return FindLaunch(candidate.plan.kernel->name)(candidate.plan, operands, stream);
 }
 
-// Checks the candidates that run on request only, or the others.
+// Checks the candidates that run on request only (`on_request`), or the others.
 int Check(const std::string& name, const ConvProblem& problem,
           const std::vector<Candidate>& candidates, bool on_request, cudaStream_t stream) {
   if (std::none_of(candidates.begin(), candidates.end(), [&](const Candidate& candidate) {

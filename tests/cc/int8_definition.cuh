@@ -1,4 +1,4 @@
-// The operands of int8_check and the definition that results are compared with (core/epilogue.h).
+// The operands of int8_check, and the definition that it compares results with (core/epilogue.h).
 #ifndef JAXCONV_TESTS_CC_INT8_DEFINITION_CUH_
 #define JAXCONV_TESTS_CC_INT8_DEFINITION_CUH_
 
@@ -15,7 +15,7 @@
 
 namespace jaxconv {
 
-// In -1 to 1.
+// A number between -1 and 1.
 __device__ float Uniform(uint64_t index, uint32_t seed) {
   return static_cast<float>(static_cast<int32_t>(Random(index, seed))) * 0x1p-31f;
 }
@@ -29,8 +29,8 @@ __global__ void FillBytes(uint8_t* tensor, int64_t elements, uint32_t seed) {
   }
 }
 
-// -1, 0 and 1, one in `every` not 0: so few that Winograd's transforms fit in 8 bits, and the
-// products in float16's 11, so that nothing is rounded.
+// Fills with -1, 0 and 1; one in `every` is not 0. These are so few that Winograd's transforms fit
+// in 8 bits and its products in the 11 bits of float16: nothing is rounded.
 __global__ void Sparsen(int8_t* tensor, int64_t elements, uint32_t every, uint32_t seed) {
   const int64_t step = int64_t{gridDim.x} * blockDim.x;
   for (int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < elements; i += step) {
@@ -39,7 +39,7 @@ __global__ void Sparsen(int8_t* tensor, int64_t elements, uint32_t every, uint32
   }
 }
 
-// A residual of a type: bytes of any value, or numbers about as large as an int8.
+// Fills a residual with random bytes, or with numbers about as large as an int8.
 __global__ void FillResidual(void* tensor, int64_t elements, DType dtype, uint32_t seed) {
   const int64_t step = int64_t{gridDim.x} * blockDim.x;
   for (int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < elements; i += step) {
@@ -63,8 +63,8 @@ __global__ void FillResidual(void* tensor, int64_t elements, DType dtype, uint32
   }
 }
 
-// Scales that spread sums of a standard deviation over several hundred; with `extremes` among them
-// a power of two (ties), 0, infinity, NaN and 1e30.
+// Scales that map sums with standard deviation `deviation` to several hundred. With `extremes` some
+// are a power of two (ties), 0, infinity, NaN or 1e30.
 __global__ void FillScales(float* scale, int64_t elements, float deviation, bool extremes) {
   const int64_t step = int64_t{gridDim.x} * blockDim.x;
   const float unit = 100.0f / deviation;
@@ -105,11 +105,11 @@ __global__ void FillBias(float* bias, int32_t* offset, int64_t elements, bool ex
   }
 }
 
-// What the definition needs of a problem, by value.
+// The parameters of a problem that the definition needs, passed to kernels by value.
 struct Definition {
   int64_t n, groups, c, k;
   int64_t in[3], filter[3], out[3], stride[3], dilation[3], pad_lo[3];
-  int64_t row;  // of the packed filter
+  int64_t row;  // elements in a row of the packed filter
   bool blocked, unsigned_x;
   DType out_dtype;
   Epilogue epilogue;
@@ -130,7 +130,7 @@ struct Definition {
     }
   }
 
-  // Offset of an element of an activation of `channels` channels.
+  // The offset of an element in an activation tensor with `channels` channels.
   __device__ int64_t Offset(int64_t channels, const int64_t (&extent)[3], int64_t image,
                             int64_t pixel, int64_t channel) const {
     const int64_t pixels = extent[0] * extent[1] * extent[2];
@@ -140,7 +140,7 @@ struct Definition {
            channel % block;
   }
 
-  // The sum of image, output pixel, channel, modulo 2^32.
+  // The sum for an image, output pixel and output channel, modulo 2^32.
   __device__ int32_t Sum(const uint8_t* x, const int8_t* w, int64_t image, int64_t pixel,
                          int64_t channel) const {
     const int64_t c_group = c / groups, group = channel / (k / groups);
@@ -187,7 +187,7 @@ __device__ float ElementAsFloat(const void* tensor, int64_t at, DType dtype) {
   }
 }
 
-// The bits of a result of the output's type. A NaN has the bits of one.
+// The bits of a result in the output's type. All NaNs have the same bits.
 __device__ uint32_t FloatBits(float t, DType dtype) {
   if (dtype == DType::kF32) return isnan(t) ? 0x7fffffff : __float_as_uint(t);
   if (isnan(t)) return 0x7fff;
@@ -241,7 +241,7 @@ __global__ void Define(Definition d, Operands args, int32_t* sums) {
 
 struct Mismatch {
   unsigned long long count, first;  // first: image, pixel, channel as one row-major index
-  uint32_t got, expected;           // of `first`, written by Look
+  uint32_t got, expected;           // values at `first`, written by Look
 };
 
 __device__ uint32_t Stored(const Definition& d, const void* out, int64_t at) {

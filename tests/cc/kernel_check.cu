@@ -1,34 +1,35 @@
-// Kernels alone, without Python and XLA: exact on integers, and their times.
+// Runs kernels without Python and XLA: checks exact results on integers, measures times.
 //
 //     kernel_check check|time|error|hash|host PROBLEMS KERNEL...
 //
 // PROBLEMS: a file of lines "name<TAB>key", the key as ConvProblem::ToString writes it (and as
-// `jaxconv.explain` shows it). KERNEL: part of an instance's name; "native", what selection takes;
-// "family:NAME", the same within a family; or "listed", the instance that a line names in a third
-// field.
+// `jaxconv.explain` shows it). KERNEL: part of an instance's name; "native", the selected instance;
+// "family:NAME", the instance selected within a family; or "listed", the instance in the third
+// field of the line.
 //
-//     check  integers from -2 to 2, results and workspace filled with NaN before, compared exactly,
-//            or within the kernel's stated error (stated_error.h), with the definition computed in
-//            double; with SLICES=n in the environment also in n slices where the kernel has them
+//     check  integers from -2 to 2; results and workspace are filled with NaN before. Compares with
+//            the definition computed in double, exactly or within the kernel's stated error
+//            (stated_error.h). With SLICES=n in the environment also runs n slices where the kernel
+//            has them
 //     time   normal operands, drawn anew for every kernel, in 2 to 16 sets (more than 300 MB), one
 //            CUDA graph over all, the median of 9 replays: us, TF/s, TB/s and the prediction
-//     error  normal operands: the rms of the error over the rms of the result, both against the
-//            definition computed in double, over at most 16,384 elements of the result; and its part
-//            that is a multiple of the result. Of problems without an epilogue
-//     hash   of the result's bits, to compare processes
+//     error  normal operands, no epilogue: the rms of the error over the rms of the result, both
+//            against the definition computed in double, over at most 16,384 elements of the result;
+//            and the slope of the error over the result (a bias towards or away from zero)
+//     hash   a hash of the result's bits, to compare processes
 //     host   nanoseconds of host time for one call as the FFI handler makes it (plan lookup,
-//            checks, launch), and of a bare launch of an empty kernel with parameters as large
+//            checks, launch), and for a bare launch of an empty kernel with parameters as large
 //
-// `time` and `host` take problems with a prepared filter too: it is drawn as any tensor.
+// `time` and `host` also take problems with a prepared filter, which is drawn as any tensor is.
 //
-// For a problem with an epilogue the operands of its terms are drawn too, in `check` as integers,
-// and `pre` is stored and compared. Activations that are not exact may differ by their rounding,
-// statistics by a millionth; `hash` includes them.
+// If the problem has an epilogue, its operands are drawn too (in `check` as integers), and `pre` is
+// stored and compared. Activations that are not exact may differ by their rounding, statistics by a
+// millionth; `hash` includes them.
 //
 // SMS=n in the environment plans for a GPU of n SMs: persistent CTAs then process several tiles of
 // a small problem, which suits racecheck.
 //
-// CONTRIBUTING.md says how it is built. Exit status: 1 where a kernel fails or differs.
+// CONTRIBUTING.md says how it is built. Exit status: 1 if a kernel fails or differs.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
@@ -59,7 +60,7 @@
 namespace jaxconv {
 namespace {
 
-// Integers, or the sum of four uniform numbers with deviation 1.
+// Fills with integers, or with sums of four uniform numbers, which have standard deviation 1.
 __global__ void Fill(void* tensor, int64_t elements, DType dtype, uint32_t seed, bool integers) {
   const int64_t step = int64_t{gridDim.x} * blockDim.x;
   for (int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < elements; i += step) {
@@ -73,7 +74,7 @@ __global__ void Fill(void* tensor, int64_t elements, DType dtype, uint32_t seed,
   }
 }
 
-// The sums -> the epilogue's results, of y and before the activation.
+// Applies the epilogue to the sums in `result`; `before` gets the values before the activation.
 __global__ void Finish(Epilogue terms, Operands operands, DType dtype, int64_t channels,
                        double* result, double* before, int64_t elements) {
   const int64_t step = int64_t{gridDim.x} * blockDim.x;
@@ -87,7 +88,7 @@ __global__ void Finish(Epilogue terms, Operands operands, DType dtype, int64_t c
   }
 }
 
-// As Compare, of an activation that is not exact.
+// Compare for an activation that is not exact.
 __global__ void CompareActivated(const void* out, DType dtype, const double* expected,
                                  const double* before, int64_t elements,
                                  unsigned long long* found) {
@@ -100,7 +101,7 @@ __global__ void CompareActivated(const void* out, DType dtype, const double* exp
   }
 }
 
-// The largest magnitude, which the bits of a double order.
+// The largest magnitude. The bits of nonnegative doubles have the order of the numbers.
 __global__ void Largest(const double* values, int64_t elements, unsigned long long* bits) {
   double largest = 0;
   const int64_t step = int64_t{gridDim.x} * blockDim.x;
@@ -123,7 +124,7 @@ __global__ void Compare(const void* out, DType dtype, const double* expected, do
   }
 }
 
-// sums: of the squared errors, of the squared results, of errors times results.
+// Adds to `sums` the squared errors, the squared results, and errors times results.
 __global__ void SumErrors(Window window, const void* lhs, const void* rhs, DType dtype,
                           const void* out, DType out_dtype, int64_t every, int64_t elements,
                           double* sums) {
@@ -147,7 +148,7 @@ __global__ void Hash(const unsigned short* out, int64_t halves, unsigned long lo
   atomicAdd(hash, sum);
 }
 
-// Device memory that lives as long as the program's loop over problems needs it.
+// The device memory for one problem of the program's loop.
 struct Tensors {
   int64_t lhs, rhs, out;  // elements
   int64_t lhs_bytes, rhs_bytes, out_bytes;
@@ -178,7 +179,7 @@ struct Tensors {
            (int{scale} + int{bias}) * Aligned(channels * 4) +
            int{statistics} * Aligned(channels * 8);
   }
-  // All bytes that a kernel has to move.
+  // All bytes that any kernel must move.
   int64_t MovedBytes() const {
     return lhs_bytes + rhs_bytes + (1 + int{residual} + int{pre}) * out_bytes;
   }
@@ -219,7 +220,7 @@ void FillOperands(const ConvProblem& problem, const Tensors& tensors, const Oper
   fill(args.residual, tensors.out, problem.output_dtype(), 5);
 }
 
-// As the handler does it.
+// Runs a plan as the FFI handler does.
 Status Run(const Plan& plan, const Operands& operands, cudaStream_t stream) {
   JAXCONV_RETURN_IF_ERROR(CheckOperands(plan, operands));
   return FindLaunch(plan.kernel->name)(plan, operands, stream);
@@ -293,7 +294,7 @@ int Check(const std::string& line, const ConvProblem& problem, const Gpu& gpu,
       Plan plan = candidate.plan;
       if (forced &&
           (slices == nullptr || !MakePlan(kernel, problem, gpu, std::atoll(slices), &plan).ok())) {
-        continue;  // the kernel cannot be cut so
+        continue;  // the kernel does not have these slices
       }
       const Buffer workspace(plan.workspace_bytes);
       const Operands operands =
@@ -365,7 +366,7 @@ int Error(const std::string& name, const ConvProblem& problem,
     }
     double sum[3] = {};
     Require(cudaMemsetAsync(sums.data(), 0, 24, stream), "clear");
-    // An odd distance, which meets all columns of a tile.
+    // An odd stride reaches all columns of a tile.
     SumErrors<<<128, 128, 0, stream>>>(Window(problem), operands.lhs, operands.rhs,
                                        problem.lhs_dtype(), operands.out, problem.output_dtype(),
                                        tensors.out / 16384 | 1, tensors.out,
@@ -431,13 +432,13 @@ int Time(const std::string& name, const ConvProblem& problem,
   return failures;
 }
 
-// Parameters as large as those of most kernels here.
+// Parameters as large as those of most kernels.
 struct EmptyParams {
   char bytes[3072];
 };
 __global__ void Empty(const __grid_constant__ EmptyParams) {}
 
-// Host nanoseconds of one of `calls` calls of enqueue, the least of seven rounds.
+// Host nanoseconds of one call of `enqueue`: the minimum over seven rounds of kCalls calls.
 template <typename Enqueue>
 double HostNanoseconds(Enqueue enqueue, cudaStream_t stream) {
   constexpr int kCalls = 200;  // fewer than a stream queues before the host waits

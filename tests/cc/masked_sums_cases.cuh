@@ -25,7 +25,7 @@ struct MaskedSumsCase {
   Derivative derivative;
 };
 
-// In double.
+// The derivative of an activation at `u`, in double.
 inline double DerivativeOf(Derivative derivative, double slope, double u) {
   const double s = 1 / (1 + std::exp(-u)), density = std::exp(-u * u / 2) / std::sqrt(2 * M_PI);
   const double k = std::sqrt(8 / M_PI), t = std::tanh(std::log1p(std::exp(u)));
@@ -75,8 +75,8 @@ inline void RunMaskedSums(const MaskedSumsCase& c, PassTest& test) {
   const std::vector<double> gradient = test.Drawn(count), gradient2 = test.Drawn(count),
                             y = test.Drawn(count), y2 = test.Drawn(count);
   std::vector<double> result = test.Drawn(count);
-  result[count / 2] = std::nan("");  // which is above nothing
-  // The first mean and the offset are those of all segments.
+  result[count / 2] = std::nan("");  // compares above no bound
+  // The first mean and the offset are shared by all segments.
   const std::vector<double> mean = test.Drawn(c.channels, -2, 2),
                             mean2 = test.Drawn(numbers, -2, 2), scale = test.Drawn(numbers, -2, 2),
                             offset = test.Drawn(c.channels, -2, 2);
@@ -115,7 +115,7 @@ inline void RunMaskedSums(const MaskedSumsCase& c, PassTest& test) {
   if (c.stores) p.masked = masked.data();
   p.sums = sums.as<float>();
   test.Launched(LaunchMaskedSums(c.dtype, p, nullptr));
-  // A derivative may be rounded to the number beside the definition's.
+  // A derivative may round to the neighbour of the definition's number.
   double tolerance = 0;
   if (c.derivative != Derivative::kNone) {
     tolerance = c.dtype == DType::kF32 ? 1e-5 : c.dtype == DType::kF16 ? 2e-3 : 1e-2;
@@ -159,8 +159,8 @@ inline void RunMaskedSums(const MaskedSumsCase& c, PassTest& test) {
 
 inline void MaskedSumsCases(PassTest& test) {
   constexpr float kNoBound = std::numeric_limits<float>::quiet_NaN();
-  // Segments, rows, channels and parts: fewer rows than a CTA has, no multiple of its steps, a last
-  // slice of channels that is not full, parts without rows.
+  // Segments, rows, channels, parts: fewer rows than a CTA has, rows that are no multiple of a
+  // CTA's steps, a partial last slice of channels, parts without rows.
   constexpr int64_t kShapes[][4] = {{1, 3, 8, 1},    {1, 70, 64, 2},  {1, 301, 24, 3},
                                     {1, 29, 264, 2}, {1, 41, 520, 5}, {1, 9, 72, 11},
                                     {3, 37, 64, 2},  {5, 7, 264, 1},  {2, 150, 16, 3}};
@@ -192,7 +192,7 @@ inline void MaskedSumsCases(PassTest& test) {
   };
   int number = 0, row = 0;
   for (const auto& [segments, rows, channels, parts] : kShapes) {
-    // Each form has every type on one of the shapes, and every shape.
+    // Each form runs every shape; over the shapes, its type alternates.
     ++row;
     for (const Form& form : kForms) {
       const float below = ++number % 3 != 0 ? kNoBound : 2.0f;

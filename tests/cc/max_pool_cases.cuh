@@ -14,8 +14,8 @@
 
 namespace jaxconv {
 
-// Batch, channels; by axis the elements, and of windows the size, the stride, the padding in front,
-// and how many there are.
+// Batch and channels; for each axis the input elements, the window's size and stride, the padding
+// before the first element, and the number of windows.
 struct PooledShape {
   int64_t batch, channels;
   int64_t in[kPoolAxes], size[kPoolAxes], stride[kPoolAxes], low[kPoolAxes], out[kPoolAxes];
@@ -39,9 +39,10 @@ struct PooledShape {
   }
 };
 
-// Fewer threads than a CTA has and several CTAs, windows in all parts of the padding, in a batch of
-// columns and in several, that overlap by a kept row, by two, by more and not at all; one axis,
-// three; a single window, windows of padding alone, elements in no window.
+// The shapes cover: fewer threads than a CTA has, and several CTAs; windows in all parts of the
+// padding, also in padding alone; windows that overlap by one kept row, by two, by more, and not at
+// all; outputs in one batch of columns and in several; one axis and three; a single window;
+// elements in no window.
 constexpr PooledShape kPooledShapes[] = {
     {2, 24, {13, 1, 10}, {3, 1, 3}, {2, 1, 2}, {1, 0, 1}, {7, 1, 5}},
     {3, 64, {9, 1, 7}, {3, 1, 3}, {1, 1, 1}, {1, 0, 1}, {9, 1, 7}},
@@ -56,8 +57,8 @@ constexpr PooledShape kPooledShapes[] = {
     {1, 8, {11, 1, 11}, {2, 1, 2}, {4, 1, 3}, {0, 0, 0}, {3, 1, 4}},
 };
 
-// Calls with each window's number of its output and each of its elements in order: the offset in
-// the operand, or -1 in the padding, and the number of the place.
+// Calls `visit` for each element of each window in order: with the number of the window's output,
+// the element's offset in the operand (-1 in the padding), and its place in the window.
 template <class Visit>
 void VisitWindows(const PoolWindows& w, Visit visit) {
   int64_t output = 0;
@@ -142,7 +143,7 @@ inline void RunMaxPool(const MaxPoolCase& c, PassTest& test) {
       double z = from < 0 ? -kInfinity : x[from];
       if (c.affine && from >= 0) {
         z = (z - mean[k]) * scale[k] + offset[k];
-        z = z < 0 ? 0 : z;  // NaN stays
+        z = z < 0 ? 0 : z;  // keeps NaN
       }
       double& maximum = defined.maxima[at];
       if (std::isnan(z) || maximum < z) maximum = z;
@@ -197,7 +198,7 @@ inline void RunMaxPoolGradient(const MaxPoolGradientCase& c, PassTest& test) {
   const PoolWindows w = c.shape.windows();
   const int64_t count = Windows(w);
   const std::vector<double> dy = test.Drawn(count), dy2 = test.Drawn(count);
-  // The places of ties and of masked windows, whatever the maxima are.
+  // Draws the places of the maxima, ties and masked windows included, independently of any input.
   const int64_t in_window = w.size[0] * w.size[1] * w.size[2];
   std::vector<double> places(count);
   VisitWindows(w, [&](int64_t at, int64_t from, int64_t number) {

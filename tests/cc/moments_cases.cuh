@@ -20,7 +20,7 @@ struct MomentsCase {
 inline void RunMoments(const MomentsCase& c, PassTest& test) {
   const int64_t count = c.segments * c.rows * c.channels;
   std::vector<double> y = test.Drawn(count);
-  // Means that are large beside the deviations, where the type still tells the numbers apart.
+  // Means are large beside the deviations, but small enough for the type to tell values apart.
   for (int64_t at = 0; at < count; ++at) {
     y[at] =
         Rounded(c.dtype, y[at] + (at % c.channels % 3 - 1) * (c.dtype == DType::kF32 ? 1e4 : 99));
@@ -53,8 +53,8 @@ inline void RunMoments(const MomentsCase& c, PassTest& test) {
 }
 
 inline void MomentsCases(PassTest& test) {
-  // Segments, rows, channels and parts: fewer rows than a CTA has, several blocks of a part and a
-  // last one that ends early, a last slice of channels that is not full.
+  // Segments, rows, channels, parts: fewer rows than a CTA has, parts of several blocks with a
+  // partial last one, a partial last slice of channels.
   constexpr int64_t kShapes[][4] = {{1, 3, 8, 1},     {1, 1000, 64, 2}, {1, 1999, 24, 3},
                                     {1, 229, 264, 2}, {1, 64, 520, 1},  {3, 700, 64, 2},
                                     {5, 7, 264, 1}};

@@ -1,5 +1,5 @@
-// The definition of a convolution and its two gradients as seven loops: what kernels are tested
-// against.
+// The definition of a convolution and of its two gradients as seven loops, the reference of the
+// tests.
 #ifndef JAXCONV_TESTS_CC_NAIVE_CONV_H_
 #define JAXCONV_TESTS_CC_NAIVE_CONV_H_
 
@@ -11,8 +11,8 @@
 
 namespace jaxconv {
 
-// `lhs` and `rhs` are the operation's operands as dense arrays, the filter in the problem's layout;
-// so is the result. Every index relation is the one in core/conv_problem.h, sums are in double.
+// `lhs` and `rhs` are the operation's operands as dense arrays, as is the result. The filter has
+// the problem's layout. Index relations are those of core/conv_problem.h; sums are in double.
 inline std::vector<double> NaiveConv(const ConvProblem& p, const std::vector<double>& lhs,
                                      const std::vector<double>& rhs) {
   bool fprop = p.op == Op::kFprop, dgrad = p.op == Op::kDgrad;

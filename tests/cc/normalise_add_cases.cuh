@@ -27,12 +27,12 @@ inline void RunNormaliseAdd(const NormaliseAddCase& c, PassTest& test) {
   for (int a = 0; a < 2; ++a) {
     arrays[a] = test.Drawn(count);
     means[a] = test.Drawn(c.channels, -2, 2);
-    // Large enough for the normalised numbers and their sum to be rounded.
+    // So large that the normalised numbers and their sum are rounded.
     scales[a] = test.Drawn(c.channels, -500, 500);
     offsets[a] = test.Drawn(c.channels, -300, 300);
   }
   arrays[0][count / 2] = std::nan("");
-  // The smallest number of the type, which a shortcut is added as to 0.
+  // Adds the type's smallest number to 0; it must not be flushed to zero.
   scales[0][0] = offsets[0][0] = 0;
   arrays[1][0] = std::ldexp(1.0, c.dtype == DType::kF32    ? -149
                                  : c.dtype == DType::kBF16 ? -133
@@ -80,14 +80,14 @@ inline void RunNormaliseAdd(const NormaliseAddCase& c, PassTest& test) {
 
 inline void NormaliseAddCases(PassTest& test) {
   constexpr float kNone = std::numeric_limits<float>::quiet_NaN();
-  // Rows, channels and CTAs: fewer rows than a CTA has, several blocks of a CTA, no multiple of its
-  // steps, a last slice of channels that is not full, fewer CTAs than slices.
+  // Rows, channels, CTAs: fewer rows than a CTA has, CTAs of several blocks, rows that are no
+  // multiple of a CTA's steps, a partial last slice of channels, fewer CTAs than slices.
   constexpr int64_t kShapes[][3] = {{3, 8, 4},    {170, 64, 2}, {301, 24, 1},
                                     {73, 264, 4}, {41, 520, 2}, {9, 72, 11}};
   int number = 0;
   for (const auto& [rows, channels, ctas] : kShapes) {
     for (const int arrays : {1, 2}) {
-      // Some sums are rounded up to the larger bound.
+      // Some sums round up to the larger bound.
       for (const float below : {kNone, 6.0f, 1024.0f}) {
         const DType dtype = TypeOf(number / 6 + number);
         ++number;

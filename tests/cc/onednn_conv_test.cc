@@ -1,4 +1,4 @@
-// The CPU kernels against the definition, bit for bit, on small integers.
+// Compares the CPU kernels bit for bit with the definition, on small integers.
 //
 //   onednn_conv_test [random problems] [seed]
 //
@@ -26,8 +26,8 @@
 namespace jaxconv {
 namespace {
 
-std::map<std::string, int> ran;                      // by instance
-std::map<std::string, std::string> refusal_example;  // by reason
+std::map<std::string, int> ran;                      // counts by instance
+std::map<std::string, std::string> refusal_example;  // an instance by reason
 
 void CheckInstance(const ConvProblem& p, const std::string& instance, int64_t threads,
                    const Data& data) {
@@ -39,7 +39,7 @@ void CheckInstance(const ConvProblem& p, const std::string& instance, int64_t th
     EXPECT(s.refusals.size() == 1 && !s.refusals[0].reason.empty(), what);
     if (s.refusals[0].reason.find("computes ") != 0 && s.refusals[0].reason.find("takes ") != 0 &&
         s.refusals[0].reason.find("gives ") != 0) {
-      std::string reason = s.refusals[0].reason;  // without its numbers, to list each kind once
+      std::string reason = s.refusals[0].reason;  // numbers are removed: each kind is listed once
       reason.erase(std::remove_if(reason.begin(), reason.end(),
                                   [](unsigned char letter) { return std::isdigit(letter); }),
                    reason.end());
@@ -69,7 +69,8 @@ constexpr Types kTypes[] = {{DType::kF32, DType::kF32},  {DType::kBF16, DType::k
                             {DType::kF16, DType::kF32},  {DType::kS8, DType::kS32},
                             {DType::kS8, DType::kS8},    {DType::kU8, DType::kS32}};
 
-// All operations, types and instances on one geometry. False: it is no valid convolution.
+// Checks all operations, types and instances on one geometry. Returns false if it is no valid
+// convolution.
 bool CheckGeometry(ConvProblem p, const std::vector<int64_t>& threads, bool all_types,
                    std::mt19937* random) {
   for (int a = 0; a < 3; ++a) {
@@ -100,8 +101,8 @@ void CheckList(std::mt19937* random) {
   list.push_back(Geometry2d(1, 32, 32, 3, 64, 7, 7, 2, 3));       // a first layer
   list.push_back(Geometry2d(2, 7, 7, 192, 192, 3, 3, 1, 1));      // filter packed by several tasks
   list.push_back(Geometry2d(2, 14, 14, 48, 48, 7, 7, 1, 3, 48));  // depthwise
-  list.push_back(Geometry2d(3, 13, 10, 20, 20, 3, 3, 2, 1, 20));  // its channels no multiple of 16
-  list.push_back(Geometry2d(1, 13, 13, 32, 32, 11, 11, 1, 5, 32));  // wider than a strip
+  list.push_back(Geometry2d(3, 13, 10, 20, 20, 3, 3, 2, 1, 20));  // 20 channels, no multiple of 16
+  list.push_back(Geometry2d(1, 13, 13, 32, 32, 11, 11, 1, 5, 32));  // a filter wider than a strip
   list.push_back(Geometry2d(2, 12, 12, 32, 64, 3, 3, 1, 1, 32));    // depth multiplier 2
   list.push_back(Geometry2d(2, 14, 14, 64, 64, 3, 3, 1, 1, 16));    // 4 channels a group
   list.push_back(Geometry2d(2, 10, 10, 10, 15, 3, 3, 1, 1, 5));
@@ -195,8 +196,8 @@ void CheckRandom(int count, std::mt19937* random) {
   }
 }
 
-// The largest operands, whose sums beyond 2^24 float32 does not hold: all equal, of random signs, or
-// differing in the last bit.
+// The largest operands: all equal, of random signs, or differing in the last bit. Their sums exceed
+// 2^24, beyond which float32 does not hold every integer.
 Data ExtremeData(const ConvProblem& p, std::mt19937* random) {
   const bool u8 = p.lhs_dtype() == DType::kU8;
   const int most = u8 ? 255 : 127, kind = static_cast<int>((*random)() % 3);
@@ -214,7 +215,7 @@ Data ExtremeData(const ConvProblem& p, std::mt19937* random) {
           Encode(p.output_dtype(), NaiveConv(p, x, w))};
 }
 
-// 8-bit convolutions of 500 to some 3,000 terms a sum.
+// 8-bit convolutions with sums of 500 to about 3,000 terms.
 void CheckLongSums(int count, std::mt19937* random) {
   constexpr Types kEightBits[] = {
       {DType::kS8, DType::kS32}, {DType::kS8, DType::kS8}, {DType::kU8, DType::kS32}};
@@ -245,8 +246,8 @@ void CheckLongSums(int count, std::mt19937* random) {
   EXPECT(!vnni || ran["fprop_onednn_s8"] - before > count / 4, "few of the long sums ran");
 }
 
-// Strides, dilations and paddings far beyond the tensors are computed right or refused, in bounded
-// time and workspace.
+// Strides, dilations and paddings far larger than the tensors are computed correctly or refused, in
+// bounded time and workspace.
 void CheckHugeWindows(int count, unsigned seed) {
   auto workspace_bytes = [](const char* key) {
     ConvProblem p;
@@ -255,7 +256,8 @@ void CheckHugeWindows(int count, unsigned seed) {
     EXPECT(s.instance.empty() == !s.refusals.empty(), key);
     return s.instance.empty() ? -1 : s.workspace_bytes;
   };
-  // A segmentation fault and a wrong sum of oneDNN, and 22 GB of scratch on CPUs with AMX.
+  // On these keys oneDNN crashes, computes a wrong sum, and on CPUs with AMX allocates 22 GB of
+  // scratch.
   for (const char* key :
        {"fprop f32:f32:f32 default b1 n1 g1 c1 k1 i5 f3 o2 s1200000000 l1 d1 p1200000000_0",
         "fprop s8:s8:s32 default b1 n1 g1 c2 k1 i2 f2 o1 s2147483646 l1 d1 p4_0",

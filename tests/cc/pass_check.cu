@@ -1,22 +1,21 @@
-// Passes over tensors that convolve nothing (batch norm's sums, pooling), as kernels alone, without
-// Python and XLA.
+// Runs passes, the kernels that convolve nothing (sums for batch norm, pooling), without Python and
+// XLA.
 //
 //     pass_check check|hash [KERNEL...]
 //
-//     check  small integers, results filled with NaN before, compared with the definition: exactly,
-//            but for moments and derivatives of activations
-//     hash   normal operands; of the results' bits, to compare processes
+//     check  small integers; results are filled with NaN before. Compares with the definition,
+//            exactly except for moments and derivatives of activations
+//     hash   normal operands; a hash of the results' bits, to compare processes
 //
 // KERNEL: part of a name in kPasses below; without one, all.
 //
-// To add a kernel: write NAME_cases.cuh beside masked_sums_cases.cuh, a function that launches every
-// form of the kernel on shapes of all tails, and name it in kPasses. The emulator
+// To add a kernel: write NAME_cases.cuh beside masked_sums_cases.cuh, with a function that launches
+// every form of the kernel on shapes with all kinds of tails, and name it in kPasses. The emulator
 // (test_emulated_kernels.py), compute-sanitizer (sanitize.py) and the comparison of processes
-// (same_bits.py) then run it. What can be seen of a race or an access out of bounds is what the
-// cases reach, each in several CTAs; they are small, since the sanitizer is slow.
+// (same_bits.py) run all cases. They find only races and accesses out of bounds that the cases
+// reach, so each case uses several CTAs; cases are small because the sanitizer is slow.
 //
-// It is built as kernel_check.cu is (CONTRIBUTING.md). Exit status: 1 where a kernel fails or
-// differs.
+// CONTRIBUTING.md says how it is built. Exit status: 1 if a kernel fails or differs.
 #include <cstdio>
 #include <string>
 

@@ -1,9 +1,9 @@
-// Plans of passes: their cuts, their refusals, and the table of what is planned for the passes of
-// networks on several GPUs, passes.tsv, whose lines are GPU, key, kernel or "none: " and the reason,
+// Plans of passes: how they split rows, what they refuse, and the table passes.tsv of plans for the
+// passes of networks on several GPUs. A line has GPU, key, kernel (or "none: " and the reason),
 // parts, predicted microseconds. A change of a plan or of the cost model shows there.
 //
 //     pass_plan_test            compares
-//     pass_plan_test --write    writes the table, of the keys that it has
+//     pass_plan_test --write    writes the table anew for its keys
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
@@ -65,7 +65,7 @@ void Write() {
   std::vector<std::string> keys;
   std::set<std::string> seen;
   for (const std::string& line : Lines()) {
-    // A line of a key alone is a new one.
+    // A line with only a key adds that key.
     const std::vector<std::string> fields = Fields(line);
     const std::string key = fields.size() > 1 ? fields[1] : line;
     if (seen.insert(key).second) keys.push_back(key);
@@ -95,7 +95,7 @@ void Compare() {
 }
 
 void TestCuts() {
-  // The bits of sums of exported programs depend on it.
+  // The number of parts decides the bits of the sums in exported programs, so it is fixed.
   Expect(PartsOfRows(1, 256 * 112 * 112, 64) == 264, "parts of a large array");
   Expect(PartsOfRows(1, 256 * 7 * 7, 2048) == 33, "parts of eight slices of channels");
   Expect(PartsOfRows(1, 64, 64) == 1, "one part of few rows");
@@ -104,7 +104,7 @@ void TestCuts() {
       for (const int64_t channels : {8, 72, 2048, 65536}) {
         const int64_t parts = PartsOfRows(segments, rows, channels);
         Expect(CheckCut(segments, rows, channels, parts).ok(), "a cut that is taken");
-        // Every part of moments has rows.
+        // No part of moments is empty.
         const int64_t block =
             normalisation::RowsOfMoments(DType::kBF16) * int64_t{ChannelThreads(channels).steps};
         Expect(parts == 1 || parts * block <= rows, "rows in every part");

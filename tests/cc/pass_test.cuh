@@ -1,5 +1,5 @@
-// What the cases of pass_check.cu are written with: arrays in device memory that are drawn or
-// poisoned, compared with a definition that the host computes, and hashed.
+// The building blocks of pass_check.cu's cases: arrays in device memory, drawn or filled with NaN,
+// that are compared with a definition computed on the host, or hashed.
 #ifndef JAXCONV_TESTS_CC_PASS_TEST_CUH_
 #define JAXCONV_TESTS_CC_PASS_TEST_CUH_
 
@@ -34,7 +34,7 @@ class DeviceArray {
             "copy");
     Require(cudaStreamSynchronize(nullptr), "copy");
   }
-  // NaN, or -1 of integers (the largest of kU8): a result before the kernel writes it.
+  // A result before the kernel writes it: NaN, or for integers -1 (kU8: 255).
   DeviceArray(DType dtype, int64_t count)
       : dtype_(dtype), count_(count), buffer_(count * ByteWidth(dtype)) {
     Require(cudaMemsetAsync(data(), 0xff, count * ByteWidth(dtype), nullptr), "poison");
@@ -102,7 +102,7 @@ class DeviceArray {
   Buffer buffer_;
 };
 
-// A number rounded to a floating-point type.
+// `value` rounded to a floating-point type.
 inline double Rounded(DType dtype, double value) {
   const auto single = static_cast<float>(value);
   return dtype == DType::kF32    ? single
@@ -110,7 +110,7 @@ inline double Rounded(DType dtype, double value) {
                                  : double{__half2float(__float2half(single))};
 }
 
-// The floating-point types in turn.
+// Enumerates the floating-point types cyclically.
 inline DType TypeOf(int number) {
   constexpr DType kTypes[] = {DType::kBF16, DType::kF16, DType::kF32};
   return kTypes[number % 3];
@@ -121,7 +121,7 @@ class PassTest {
  public:
   PassTest(const char* kernel, bool exact) : kernel_(kernel), exact_(exact) {}
 
-  // Begins a case; its operands depend on its name alone.
+  // Begins a case. Its operands depend only on its name.
   void Begin(const std::string& name) {
     End();
     name_ = name;
@@ -131,7 +131,7 @@ class PassTest {
     std::seed_seq seed(name.begin(), name.end());
     random_.seed(seed);
   }
-  // Integers from `low` to `high`, whose sums are exact; normal numbers where results are hashed.
+  // Integers from `low` to `high`, whose sums are exact, or normal numbers if results are hashed.
   std::vector<double> Drawn(int64_t count, int low = -3, int high = 3) {
     std::vector<double> values;
     for (int64_t i = 0; i < count; ++i) {
@@ -145,9 +145,9 @@ class PassTest {
     failed_ = true;
     std::printf("FAILED %s %s: %s\n", kernel_, name_.c_str(), status.message().c_str());
   }
-  // Hashes a result, or compares it with its definition, which is computed only then. In every
-  // segment of a result in `parts` slices, whose sum is defined, the sum is compared. `tolerance` is
-  // beside the larger of 1 and the number.
+  // Hashes a result, or compares it with its definition, which is computed only then. If the result
+  // has `parts` slices in each segment, only their sum is defined, and that sum is compared.
+  // The error may be `tolerance` times max(1, |expected|).
   template <class Define>
   void Result(const char* what, const DeviceArray& result, Define define, int64_t parts = 1,
               int64_t segments = 1, double tolerance = 0) {

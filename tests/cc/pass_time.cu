@@ -1,11 +1,11 @@
-// The time of passes on this GPU, beside the predicted one.
+// Measures passes on this GPU and prints the predicted times beside.
 //
 //     pass_time tests/cc/passes.tsv [WORD...]
 //
-// reads keys, the second field of a line, or the line (cc/cuda/common/pass.h), takes those that have
-// all words, and prints for each the kernel, predicted and measured microseconds (the median of nine
-// replays of a CUDA graph, operands not in L2), and TB/s of the bytes that a pass must move. It is
-// built as kernel_check.cu is (CONTRIBUTING.md).
+// reads a key (cc/cuda/common/pass.h) from each line, its second field or the whole line, and takes
+// the keys that contain all words. For each it prints the kernel, predicted and measured
+// microseconds (the median of nine replays of a CUDA graph, operands not in L2), and TB/s of the
+// bytes that a pass must move. CONTRIBUTING.md says how it is built.
 #include <cstdio>
 #include <cstdlib>
 #include <fstream>
@@ -29,7 +29,7 @@
 namespace jaxconv {
 namespace {
 
-// Ends the program where something failed.
+// Ends the program if `status` is an error.
 void RequireOk(const Status& status) {
   if (status.ok()) return;
   std::printf("%s\n", status.message().c_str());
@@ -38,13 +38,13 @@ void RequireOk(const Status& status) {
 
 using LaunchOnStream = std::function<Status(void* stream)>;
 
-// The arrays of one set of operands; of arrays that are not small the bytes count.
+// The arrays of one set of operands. Only the bytes of large arrays are counted.
 class Arrays {
  public:
   void* Of(int64_t count, DType dtype) {
     const int64_t size = count * ByteWidth(dtype);
     buffers_.push_back(std::make_unique<Buffer>(size));
-    // Numbers near 0.75 of any floating-point type, and place 0.
+    // In any floating-point type about 0.75; as places of maxima 0.
     Require(cudaMemset(buffers_.back()->data(), dtype == DType::kU8 ? 0 : 0x3f, size), "operand");
     bytes_ += size;
     return buffers_.back()->data();
@@ -152,7 +152,7 @@ LaunchOnStream LaunchOf(const PassKey& key, const PassPlan& plan, const Gpu& gpu
   return PoolOf(key, gpu, arrays);
 }
 
-// False where the pass fails.
+// Measures one pass. Returns false if it fails.
 bool Time(const std::string& text, const Gpu& gpu, cudaStream_t stream) {
   PassKey key;
   PassPlan plan;

@@ -1,4 +1,5 @@
-// The cache of plans: found again, bounded, least recently used first, safe among threads.
+// The cache of plans: repeated look-ups, its size limit, eviction of the least recently used,
+// threads.
 #include "cuda/plan_cache.h"
 
 #include <cstdio>
@@ -19,7 +20,7 @@ std::string Key(int n) {
          " g1 c64 k64 i8x8 f3x3 o8x8 s1x1 l1x1 d1x1 p1_1x1_1";
 }
 
-// An H200 as every device but 7, which does not exist; counts how often it is asked.
+// Describes every device as an H200, except 7, which does not exist; counts the queries.
 struct Devices {
   int asked = 0;
   Status operator()(int device, Gpu* gpu) {

@@ -46,8 +46,8 @@ bool Takes(const KernelDesc& kernel, const ConvProblem& problem) {
   return kernel.op == problem.op && kernel.plan(kernel, problem, Model("h200"), 0, &plan).ok();
 }
 
-// Channel counts that are not multiples of 8: what float32 results and groups cannot have, and what
-// needs no padding.
+// Channel counts that are not multiples of 8: few_channels and padded instances refuse float32
+// results and groups; padded instances also refuse channel counts that need no padding.
 void TestPaddedChannels() {
   for (const char* line :
        {"fprop bf16:bf16:f32 default b1 n1 g1 c3 k64 i8x8 f3x3 o8x8 s1x1 l1x1 d1x1 p1_1x1_1",
@@ -57,7 +57,8 @@ void TestPaddedChannels() {
       Expect(!narrow || !Takes(kernel, Parse(line)), std::string(kernel.name) + " refuses " + line);
     }
   }
-  // The list of tiles that are padded for names them: one renamed would lose its row in silence.
+  // A PADDED line names an existing tile. If the tile were renamed, its padded instance would
+  // vanish silently.
   for (const char* name : {"fprop_igemm_wgmma_bf16_128x256x64_cooperative_padded",
                            "dgrad_igemm_wgmma_f16_256x128x64_cooperative_padded",
                            "wgrad_igemm_wgmma_bf16_192x128x64_cooperative_padded",
@@ -79,14 +80,15 @@ void TestPaddedChannels() {
                  std::to_string(k) + " i8x8 f3x3 o8x8 s1x1 l1x1 d1x1 p1_1x1_1");
   };
   Expect(!Takes(*padded, layer(64, 64)), "64 channels need no padding");
-  // x and w with 48 channels, y with 80, each in whole KB.
+  // The copies of x and w have 48 input channels, those of w and y 80 output channels; each takes
+  // whole KB.
   Plan plan;
   Expect(padded->plan(*padded, layer(36, 66), Model("h200"), 1, &plan).ok() &&
              plan.workspace_bytes == 12288 + 69632 + 20480,
          "the workspace holds the padded tensors");
 }
 
-// Instances with the fused epilogue take the problems that have one, and no others do.
+// Instances with the fused epilogue take only problems with an epilogue; other instances take none.
 void TestEpilogues() {
   const Gpu h200 = Model("h200");
   int fused_instances = 0;
@@ -136,8 +138,8 @@ void TestEpilogues() {
   Expect(fused_instances > 50, "fused instances take these layers");
 }
 
-// Measured on an H200: a clamping epilogue takes next to nothing, one that passes through shared
-// memory as long as a pass of XLA's.
+// Measured on an H200: a clamping epilogue costs almost nothing; an epilogue that passes through
+// shared memory takes as long as a separate XLA kernel.
 void TestEpilogueCosts() {
   const Gpu h200 = Model("h200");
   auto added = [&](const std::string& layer, const std::string& epilogue) {
@@ -152,7 +154,8 @@ void TestEpilogueCosts() {
   Expect(added(dense, "scale bias gelu") > 15, "one that passes through shared memory");
 }
 
-// Filters stored as krsc: the same kernels as of rsck where they read both, and no others.
+// Filters stored as krsc run on the same kernels as rsck if these read both layouts, and on no
+// others.
 void TestFilterLayouts() {
   const Gpu h200 = Model("h200");
   for (DType dtype : {DType::kBF16, DType::kF16, DType::kF32}) {
@@ -175,7 +178,8 @@ void TestFilterLayouts() {
           Expect(Takes(kernel, rsck), name + " refuses " + rsck.ToString());
         }
         if (dtype == DType::kF32 || rsck.c < 64) continue;
-        // Phases without taps are only dgrad's own kernel's business.
+        // krsc runs the other operation's kernel; only dgrad's own handles residue classes without
+        // taps.
         const bool read = op == Op::kFprop || rsck.taps() > 1 || rsck.stride[2] == 1;
         const std::string choice = SelectOk(rsck, h200).instance;
         Expect((SelectOk(krsc, h200, choice).instance == choice) == read,
@@ -195,19 +199,19 @@ void TestFilterLayouts() {
   Expect(taken(Op::kFprop, 3, DType::kBF16, a100, "igemm_wmma"), "igemm_wmma: fprop");
   Expect(taken(Op::kDgrad, 1, DType::kBF16, a100, "igemm_wmma"), "igemm_wmma: dgrad of one tap");
   Expect(!taken(Op::kDgrad, 3, DType::kBF16, a100, "igemm_wmma"), "igemm_wmma: no other dgrad");
-  // TF32 multiplies lines along the reduction.
+  // The wgmma of TF32 reads operands along the reduction (K-major) only.
   Expect(taken(Op::kFprop, 3, DType::kF32, h200, "igemm_wgmma"), "TF32: fprop");
   Expect(!taken(Op::kDgrad, 3, DType::kF32, h200, "igemm_wgmma"), "TF32: no dgrad");
 }
 
-// Hopper's rates without Hopper's own family: a capability that no GPU has.
+// A model with Hopper's rates, but a compute capability that has no wgmma.
 Gpu WithoutWgmma() {
   Gpu gpu = Model("h200");
   gpu.cc_minor = 1;
   return gpu;
 }
 
-// wgmma exists on sm_90 alone.
+// wgmma exists on sm_90 only.
 void TestArchitectures() {
   const ConvProblem problem = Parse(
       "fprop bf16:bf16:bf16 default b1 n64 g1 c128 k128 i28x28 f3x3 o28x28 s1x1 l1x1 d1x1 "
@@ -223,7 +227,7 @@ void TestArchitectures() {
       "another architecture is refused with its reason");
 }
 
-// Few tiles: a cluster shares one, and needs no workspace.
+// With few tiles, the CTAs of a cluster share a tile and need no workspace.
 void TestClusters() {
   const Selection selection = SelectOk(
       Parse("fprop bf16:bf16:bf16 default b1 n1 g1 c512 k512 i7x7 f3x3 o7x7 s1x1 l1x1 d1x1 "
@@ -234,8 +238,8 @@ void TestClusters() {
          "a cluster of eight CTAs, got " + selection.instance);
 }
 
-// Float32 above precision "default" is multiplied by FMA or as three TF32 products, at "default" in
-// TF32 unless an instance's name says otherwise.
+// Float32 above precision "default" is computed by FMA or as three TF32 products. At "default" it
+// is computed in TF32 unless the instance's name says otherwise.
 void TestPrecision() {
   for (const char* target : {"a100", "h200"}) {
     const Gpu gpu = Model(target);
@@ -284,20 +288,20 @@ void TestTensorCoreRefusals() {
     Expect(Contains(SelectOk(layer, gpu).instance, "_3xtf32"),
            "float32 above DEFAULT goes to three TF32 products");
   }
-  // The filter's extents outgrow the bits of a pixel.
+  // The filter's extents need more bits than a pixel's mask has.
   Expect(!family(Parse("fprop bf16:bf16:bf16 default b1 n1 g1 c64 k64 i128 f40 o89 s1 l1 d1 p0_0")),
          "40 taps on one axis are refused");
   Expect(!family(Parse("wgrad bf16:bf16:bf16 default b1 n2 g1 c16 k16 i8x8 f3x3 o13x13 s1x1 l2x2 "
                        "d1x1 p0_0x0_0")),
          "wgrad with lhs_dilation is refused");
-  // A few tiles of a long reduction: split-K, in fprop too.
+  // Few tiles with a long reduction use split-K, also in fprop.
   const Selection deep =
       SelectOk(Parse("fprop bf16:bf16:bf16 default b1 n1 g1 c2048 k256 i7x7 f3x3 o7x7 s1x1 l1x1 "
                      "d1x1 p1_1x1_1"),
                gpu);
   Expect(deep.slices > 1 && deep.workspace_bytes == deep.slices * 7 * 7 * 256 * 4,
          "few tiles and a long reduction are split");
-  // An instance that needs more shared memory than the device has is never chosen by itself.
+  // An instance that needs more shared memory than the device has is never selected.
   Gpu small = Model("sm_86");
   const Selection fits =
       SelectOk(Parse("fprop bf16:bf16:bf16 default b1 n32 g1 c512 k512 i28x28 f3x3 "
@@ -319,7 +323,7 @@ void TestWorkspace() {
     Expect(selection.workspace_bytes == 0 && selection.slices == 1,
            "fprop and dgrad need no workspace");
   }
-  // The transposed filter comes before the partial results.
+  // The workspace holds the transposed filter and, after it, the partial results.
   const ConvProblem deep = Layer(Op::kFprop, 1, 7, 2048, 256, 3);
   const Selection split = SelectOk(deep, gpu, "fprop_igemm_wgmma_f32_128x128x32_pingpong");
   Expect(split.slices > 1 &&
@@ -378,7 +382,7 @@ void TestLastResort() {
          "unequal operand types are refused");
 }
 
-// Reasons are those of kernels that the problem could have had; 8-bit problems have their families.
+// Refusals list only kernels for the problem's type; 8-bit problems have their own families.
 void TestRefusalsByType() {
   const char* packed =
       "fprop s8:s8:s8 default b1 n64 g1 c64 k64 i56x56 f3x3 o56x56 s1x1 l1x1 d1x1 p1_1x1_1 packed "

@@ -1,4 +1,4 @@
-// The largest error of a kernel instance on integers, over the largest result.
+// The error bound of a kernel instance on integers, relative to the largest result.
 #ifndef JAXCONV_TESTS_CC_STATED_ERROR_H_
 #define JAXCONV_TESTS_CC_STATED_ERROR_H_
 
@@ -6,9 +6,10 @@
 
 namespace jaxconv {
 
-// 0 but for some of family winograd: F(2, 3) is exact, but G of F(4, 3) and F(6, 3) divides by 3
-// and 5, so that U is rounded to float16, as M is by instances named half. About twice the largest
-// error found; a tap that is left out makes 0.1. tests/support/numerics.py reads these lines.
+// The bound is 0 except for family winograd. F(2, 3) is exact, but G of F(4, 3) and F(6, 3) divides
+// by 3 and 5, so U is rounded to float16; instances named half also round M. Bounds are about twice
+// the largest error found; an omitted tap gives about 0.1. tests/support/numerics.py reads these
+// lines.
 struct WinogradError {
   char m;
   double error;
@@ -20,7 +21,7 @@ constexpr double StatedError(std::string_view instance) {
   constexpr std::string_view kFamily = "_winograd_", kHalf = "_half";
   const size_t family = instance.find(kFamily);
   if (family == instance.npos) return 0;
-  // fprop_winograd_bf16_4x4_...: behind the operands' type.
+  // In fprop_winograd_bf16_4x4_..., m follows the operands' type.
   const char m = instance[instance.find('_', family + kFamily.size()) + 1];
   const bool half = instance.rfind(kHalf) == instance.size() - kHalf.size();
   for (const WinogradError& of : kWinogradErrors) {

@@ -1,4 +1,4 @@
-// Mean and sum of squared deviations of every channel of a result, in double.
+// Reference in double for the mean and the sum of squared deviations of each channel.
 #ifndef JAXCONV_TESTS_CC_STATISTICS_REFERENCE_CUH_
 #define JAXCONV_TESTS_CC_STATISTICS_REFERENCE_CUH_
 
@@ -11,7 +11,7 @@
 namespace jaxconv {
 
 // Compares (2, channels) statistics with those of `expected`, which kRounded rounds to the result's
-// type. A CTA a channel. found[0]: channels that differ; found[1]: the first of them.
+// type. Each CTA takes one channel. found[0] counts channels that differ; found[1] is the first.
 template <double (*kRounded)(double, DType)>
 __global__ void CompareStatistics(const float* statistics, DType dtype, const double* expected,
                                   int64_t elements, int64_t channels, unsigned long long* found) {

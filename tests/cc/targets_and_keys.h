@@ -1,4 +1,4 @@
-// What tests of selection and planning name by text: GPUs and problems.
+// Parses the names of GPUs and problem keys for tests of selection and planning.
 #ifndef JAXCONV_TESTS_CC_TARGETS_AND_KEYS_H_
 #define JAXCONV_TESTS_CC_TARGETS_AND_KEYS_H_
 

@@ -1,4 +1,4 @@
-"""The C++ tests of tests/cc: each compiled with the sources that its includes lead to, and run."""
+"""Compiles each C++ test of tests/cc with the sources that its includes lead to, and runs it."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_there_are_programs():
 
 
 def marks_of(program: pathlib.Path) -> list[pytest.MarkDecorator]:
-    """Those that compile every kernel's plan, and the CPU's kernels, begin at once."""
+    """Programs that compile every kernel's plan, or the CPU kernels, are long and start first."""
     return [pytest.mark.long] * (program.stem in ("choices_test", "onednn_conv_test"))
 
 
@@ -104,7 +104,7 @@ def with_a_problem_of_no_bench(lines: list[str]) -> list[str]:
 
 
 class Tables:
-    """Copies of the tables of choices in a folder of their own."""
+    """Copies of the tables of choices in a separate folder."""
 
     def __init__(self, program: pathlib.Path, folder: pathlib.Path):
         self.program, self.folder = program, folder
@@ -178,7 +178,7 @@ def test_selection_answers_line_by_line(choices_program):
 @pytest.mark.long
 @pytest.mark.parametrize("networks", [0, pytest.param(100, marks=pytest.mark.slow)])
 def test_the_problems_of_the_benches_are_in_their_table(choices_program, networks):
-    """``tools/bench_problems.py`` writes them: of the sets, and of the networks."""
+    """``tools/bench_problems.py`` writes the table from the bench's layers and the networks."""
     if isinstance(kernels := native.load("cpu"), native.Refusal):
         pytest.skip(kernels.reason)
     tool = TESTS.parent / "tools" / "bench_problems.py"

@@ -1,4 +1,4 @@
-"""The tables of the CUDA kernels as tests read them, without CUDA."""
+"""The tables of the CUDA kernels as tests and CMake read them, without CUDA."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ UNIT = re.compile(r"^JAXCONV_((?:FUSED_)?INSTANCE|NOT_COMPILED)\((.*)\)$", re.MU
 
 
 class Compiled(NamedTuple):
-    """A line of a translation unit."""
+    """One line of a generated translation unit: an instance that it compiles."""
 
     macro: str
     op: str
@@ -105,7 +105,7 @@ class Compiled(NamedTuple):
 
 
 def units(folder, instances: str) -> list[Compiled]:
-    """What CMake writes into translation units."""
+    """The lines of the translation units that CMake writes."""
     if shutil.which("cmake") is None:
         pytest.skip("cmake is not on PATH")
     repository = kernel_tables.TABLES.parents[1]

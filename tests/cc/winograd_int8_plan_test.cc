@@ -53,7 +53,7 @@ void TestRefusals() {
           "expected 2 spatial axes, got 1");
 }
 
-// The rows of every pass fit in the CTA, all words are covered, and lanes come in groups of eight.
+// The rows of a pass fit in the CTA, all words are covered, and lanes are a multiple of eight.
 void ExpectCovered(const Rows& rows, int64_t count, int64_t channels, int64_t most) {
   const int64_t lanes = rows.lanes.divisor;
   const std::string what = std::to_string(channels) + " channels: ";
@@ -79,14 +79,14 @@ void TestGeometry() {
       ExpectCovered(launch.filter.rows, 96, channels, m == 2 ? 512 : 320);
       const bool once = channels <= (m == 2 ? 2048 : 1280);
       Expect((launch.input.rows.passes == 1) == once, key + ": passes");
-      // V, its scales, U, its scales and M lie one behind the other.
+      // The workspace holds V, its scales, U, its scales, and M, in this order.
       Expect(launch.v_scale - launch.v >= tiles * points * channels &&
                  launch.u - launch.v_scale >= tiles * points * 4 &&
                  launch.u_scale - launch.u >= points * 96 * channels &&
                  launch.m - launch.u_scale >= points * 96 * 4 &&
                  plan.workspace_bytes - launch.m >= tiles * points * 96 * 2,
              key + ": workspace");
-      // No sum of products times its power of two passes 2^15; twice as much would.
+      // The power of two is the largest that keeps every sum of products within 2^15.
       const double largest = 128.0 * 128.0 * static_cast<double>(channels);
       Expect(largest * launch.filter.exponent <= 32768 &&
                  (launch.filter.exponent == 1 || largest * launch.filter.exponent * 2 > 32768) &&

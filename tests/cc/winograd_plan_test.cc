@@ -1,5 +1,5 @@
-// Plans of family winograd on modelled GPUs: refusals, geometry, workspace, chunks, selection, and
-// predictions beside the times of winograd_measured.tsv (H200; problem, instance, microseconds).
+// Plans of family winograd on modelled GPUs: refusals, geometry, workspace, chunks, selection;
+// compares predictions with the times in winograd_measured.tsv (H200; problem, instance, us).
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
@@ -65,7 +65,7 @@ void TestRefusals() {
   refused(With("bf16:bf16", "bf16:f16") + " winograd2",
           "expected a filter prepared for the instance's tile, got winograd2");
   refused(With("n2", "n10000000"), "expected less than 2^26 tiles, got 160000000");
-  // float32 is rounded to float16's 11 bits, which DEFAULT allows.
+  // float32 operands are rounded to float16's 11 bits, which precision "default" allows.
   const std::string wide = With("bf16:bf16:bf16", "f32:f32:f32");
   for (const char* tile : {"2x2", "4x4"}) {
     const std::string of_f32 =
@@ -76,7 +76,7 @@ void TestRefusals() {
                "multiplies float32 rounded to 11 bits, as TF32 does; precision high asks for more",
            high.message());
   }
-  // Other families leave prepared filters alone.
+  // Families other than winograd refuse prepared filters.
   for (const char* layout : {"winograd2", "winograd4", "winograd6", "winograd4x3"}) {
     const ConvProblem problem = Parse(With("bf16:bf16:bf16", "f16:f16:f16") + " " + layout);
     for (const KernelDesc& kernel : Kernels()) {
@@ -116,7 +116,7 @@ void TestGeometry() {
 }
 
 void TestWorkspace() {
-  // 28x28 images and 512 channels in 4x4 tiles: 49 tiles an image, 36 points.
+  // 28x28 images in 4x4 tiles: 49 tiles an image, 36 points; 512 channels.
   const std::string layer =
       "fprop f16:f16:f16 default b1 n32 g1 c512 k512 i28x28 f3x3 o28x28 s1x1 l1x1 d1x1 p1_1x1_1";
   const int64_t tiles = 32 * 49, u = 36 * 512 * 512 * 2, v = 36 * 512 * 2, m = 36 * 512 * 4;
@@ -160,14 +160,14 @@ void TestWorkspace() {
 
 void TestFusedRow() {
   const std::string name = "fprop_winograd_f16_4x3_fused_row_64x128x64";
-  // Rows of 15 outputs: four tiles, and the position that is dropped.
+  // A row of 15 outputs has four tiles and one more position, which is dropped.
   const std::string layer =
       "fprop f16:f16:f16 default b1 n2 g1 c72 k136 i13x15 f3x3 o13x15 s1x1 l1x1 d1x1 p1_1x1_1";
   Plan plan;
   Expect(PlanOf(name, layer, &plan).ok(), layer);
   if (plan.params == nullptr) return;
   const auto& launch = plan.As<LaunchParams>();
-  // Columns and the reduction filled up to 256 and 96.
+  // gemm_n is padded to 256 and the reduction to 96.
   constexpr int64_t kFilterBytes = 2 * 3 * 6 * 256 * 96;
   Expect(plan.workspace_bytes == kFilterBytes, "U alone, filled up");
   int32_t upper[2];
@@ -181,7 +181,7 @@ void TestFusedRow() {
              params.filter_columns == kFilterBytes / 2 / winograd::kFilterRowBytes &&
              params.filter_group == kFilterBytes / winograd::kFilterRowBytes,
          "blocks of the filter");
-  // 130 positions are two pairs of 64, the second almost empty.
+  // 130 positions are two pairs of 64-row tiles, the second almost empty.
   Expect(params.n_tiles.divisor == 2 && params.m_tiles.divisor == 2 && params.tiles == 4 &&
              launch.ctas == 8,
          "a cluster for each tile while there are SMs");
@@ -211,7 +211,7 @@ void TestFusedRow() {
           "padding 200, wider than TMA's fields");
   refused("fprop_winograd_f16_2x3_fused_row_64x128x64", layer + " winograd4x3",
           "expected a filter prepared for the instance's tile, got winograd4x3");
-  // Fewer clusters than tiles: each takes several.
+  // With fewer clusters than tiles, each cluster takes several.
   Gpu small = Model("h200");
   small.sm_count = 5;
   const KernelDesc* kernel = FindKernel(name);
@@ -231,7 +231,7 @@ void TestPingpong() {
              plan.microseconds < portable.microseconds,
          "on wgmma four stages take the same workspace and less time");
   Expect(plan.params != nullptr && plan.As<LaunchParams>().ctas == 132, "a CTA an SM");
-  // 13 blocks of 128 tiles cannot be paired, 4 of output channels can; and the reverse.
+  // 13 tiles of rows cannot be paired, but 4 of output channels can; then the reverse.
   const winograd::PingpongGemmTiles columns(1568, 512, 128), rows(8192, 640, 128);
   Expect(!columns.pairs_rows && columns.m_tiles == 13 && columns.n_tiles == 2, "pairs of columns");
   Expect(rows.pairs_rows && rows.m_tiles == 32 && rows.n_tiles == 5, "pairs of rows");
@@ -262,7 +262,7 @@ void TestHalfProducts() {
   const int64_t values = int64_t{36} * 32 * 49 * 512;
   Expect(plan.workspace_bytes - half.workspace_bytes == 2 * values, "M takes half");
   Expect(half.microseconds < plan.microseconds, "and is faster");
-  // Products of 2^14 times 2^14, 640 of them.
+  // 640 products of 2^14 times 2^14.
   Expect(winograd::ProductExponent(640) == 13 + 10 && winograd::ProductExponent(1) == 13 &&
              winograd::ProductExponent(1024) == 23,
          "what keeps M below 2^15");
@@ -272,8 +272,8 @@ void TestHalfProducts() {
          "float16's products are scaled, its operands are not");
   Expect(PlanOf(f16_name, f16 + " winograd6", &half).ok(),
          "a record has the filter's power of two");
-  // For bfloat16 the transforms also compute the maxima, but gradients are often too small for the
-  // scales that they assume.
+  // For bfloat16 the transforms assume constant scales and compute the maxima to check them.
+  // Gradients are often too small for these scales and have their own pass.
   Expect(PlanOf(name + "_half", layer, &half).ok() && half.As<LaunchParams>().measured(),
          "activations and filters are multiplied by constants");
   const std::string backward = With("fprop", "dgrad", With("c1280 k512", "c512 k512", layer));
@@ -282,7 +282,7 @@ void TestHalfProducts() {
          "gradients have a pass for their largest magnitude");
   const std::string prepared = With("bf16:bf16:bf16", "bf16:f16:bf16", layer) + " winograd4";
   Expect(PlanOf(name + "_half", prepared, &half).ok(), prepared);
-  // By the family's name, and not by the tile's, whose error is smaller.
+  // "winograd" may select the half instance; "winograd_f4x4" asks for the smaller error.
   Selection selection;
   const Gpu h200 = Model("h200");
   Expect(Select(Parse(layer), h200, "winograd", &selection).ok() &&
@@ -292,8 +292,8 @@ void TestHalfProducts() {
          selection.instance);
 }
 
-// Among the instances measured on a problem, the one with the smallest prediction is within 6 % of
-// the fastest, for each tile and for all; and every prediction is close.
+// Among the instances measured on a problem, the one with the shortest prediction takes at most 6 %
+// longer than the fastest, for each tile and over all; and every prediction is close.
 void TestMeasured() {
   std::string path = __FILE__;
   path = path.substr(0, path.rfind('/') + 1) + "winograd_measured.tsv";
@@ -331,16 +331,16 @@ void TestMeasured() {
   }
 }
 
-// A layer of the seed's workload: C = K = 64, 224x224 and above.
+// A layer of the workload in the seed's paper (docs/winograd.md): C = K = 64, 224x224 and larger.
 constexpr const char* kSeedLayer =
     "fprop f16:f16:f16 default b1 n1 g1 c64 k64 i224x224 f3x3 o224x224 s1x1 l1x1 d1x1 p1_1x1_1";
 
-// The seed's capacity inequalities: V of a CTA's tiles in shared memory, V and M of a chunk in L2.
+// The seed's limits: V of a CTA's tiles fits in shared memory, V and M of a chunk fit in L2.
 void TestCapacities() {
   struct Capacity {
     const char* kernel;
     const char* target;
-    int channels;  // the most of which V fits
+    int channels;  // the most whose V fits
   };
   for (const auto& [kernel, target, channels] : {Capacity{"2x2_pkf_shmem_16x32", "h200", 416},
                                                  {"2x2_pkf_shmem_16x32", "rtx4090", 160},
@@ -377,7 +377,7 @@ void TestCapacities() {
               .ok(),
          "dgrad of 640 output channels");
 
-  // V and M of a tile: 16 points of 64 channels.
+  // Bytes of V and M of a tile: 16 points of 64 channels.
   constexpr int64_t kTile = 16 * 64 * (2 + 4), kTiles = 112 * 112;
   auto chunk = [&](const char* target) {
     Plan llc;
@@ -403,14 +403,14 @@ void TestFusedPlan() {
   Expect(
       PlanOf(name, std::string(kSeedLayer) + " winograd2", &plan).ok() && plan.workspace_bytes == 0,
       "a prepared filter needs no workspace");
-  // 49 tiles are four blocks; 264 CTAs run at a time.
+  // 49 tiles are four blocks, and 264 CTAs run at a time.
   Expect(PlanOf(name, With("k64 i224x224 f3x3 o224x224", "k1280 i14x14 f3x3 o14x14", kSeedLayer),
                 &plan)
                  .ok() &&
              plan.As<LaunchParams>().column_parts == 40,
          "each block of channels has a CTA, got " +
              std::to_string(plan.As<LaunchParams>().column_parts));
-  // 196 blocks of tiles: two CTAs for each, of 20 blocks of channels.
+  // 196 blocks of tiles: two CTAs for each, which take 20 blocks of channels each.
   Expect(
       PlanOf(name, With("k64 i224x224 f3x3 o224x224", "k1248 i112x112 f3x3 o112x112", kSeedLayer),
              &plan)
@@ -429,7 +429,7 @@ void TestFusedPlan() {
          "V beyond 32-bit offsets");
   static_assert(winograd::FusedInputBytes(6, 16, 33) == 36 * 16 * 64 * 2);
   static_assert(winograd::ExchangeBytes(4, 32, 32) == 32 << 10);
-  // The seed's order on its workload, as predicted.
+  // Predictions order the seed's kernels as the seed does on its workload.
   auto microseconds = [&](const char* kernel) {
     Expect(PlanOf(std::string("fprop_winograd_f16_") + kernel, kSeedLayer, &plan).ok(), kernel);
     return plan.microseconds;

@@ -47,7 +47,7 @@ void TestBalance() {
   }
 }
 
-// A value of at most 11 significant bits, as float16 holds.
+// Whether a value has at most 11 significant bits, as float16 has.
 bool FitsHalf(float value) {
   int exponent = 0;
   const float mantissa = std::frexp(value, &exponent) * 2048;

@@ -1,4 +1,4 @@
-// The transforms of registers against the matrices, in one dimension and in two.
+// Compares the transforms in registers with the matrices, in one dimension and in two.
 #include "cuda/common/winograd_transform.cuh"
 
 #include <cmath>
@@ -16,7 +16,7 @@ void Expect(bool condition, const char* what, int m) {
   ++failures;
 }
 
-// Integers: of the input and the output transform every sum is exact.
+// Integers so small that every sum of the input and output transforms is exact.
 int Value(int seed) { return (seed * 37 + 11) % 17 - 8; }
 
 bool Near(double a, double b) { return std::fabs(a - b) <= 1e-6 * (std::fabs(a) + 1); }
@@ -45,7 +45,7 @@ void TestOneDimension() {
   }
 }
 
-// Half of the points at a time, from the inputs that they need.
+// Computes half of the points at a time, from the inputs that they need.
 template <int m, int kHalf>
 void TestHalf() {
   float d[m + 2], v[(m + 2) / 2];
@@ -61,7 +61,7 @@ void TestHalf() {
   }
 }
 
-// A tile convolved through the transforms is the tile convolved.
+// The convolution of a tile through the transforms equals its direct convolution.
 template <int m>
 void TestTwoDimensions() {
   constexpr int kAlpha = m + 2;

@@ -29,7 +29,7 @@ FORMS = ("calls", "override", "primitives")
 FUZZ = fuzz_record.Fuzz(
     __file__,
     segment=500,
-    # One device, of the eight that the tests of sharding have.
+    # One device, not the eight that the tests of sharding use.
     environment=fuzz_record.cpu_environment(),
     own=("kernels",),
 )
@@ -49,7 +49,7 @@ def work(seed: int, indices: Sequence[int], options) -> dict:
     kernels = native.load("cpu")
     if isinstance(kernels, native.Refusal):
         raise SystemExit(f"no CPU kernels: {kernels.reason}")
-    jax.config.update("jax_disable_most_optimizations", True)  # on a GPU machine too
+    jax.config.update("jax_disable_most_optimizations", True)  # also on a machine with a GPU
     device, counts, failures = jax.devices("cpu")[0], collections.Counter(), []
     forms = options.forms
     drawn = {form: [i for i in indices if i % len(forms) == at] for at, form in enumerate(forms)}

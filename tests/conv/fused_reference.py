@@ -1,4 +1,4 @@
-"""Convolution with an epilogue by its definition, in float64."""
+"""The definition of a convolution with an epilogue, in float64."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TERMS = ("scale", "bias", "residual")
 
 
 def operands(p: Problem, dtype=np.float32, seed: int = 0) -> dict[str, np.ndarray]:
-    """Small whole numbers, and powers of two as scales: all sums are exact."""
+    """Small integers, and powers of two as scales: all sums are exact."""
     rng = np.random.default_rng(seed)
     drawn = {r: rng.integers(-2, 3, p.canonical_shape(r)).astype(dtype) for r in "xwy"}
     return {
@@ -27,7 +27,7 @@ def operands(p: Problem, dtype=np.float32, seed: int = 0) -> dict[str, np.ndarra
 
 
 def fused(p: Problem, activation=None, **options):
-    """The problem as a function of x, w and named terms."""
+    """The problem as a function of x, w and the epilogue's terms by name."""
 
     def call(x, w, **terms):
         return jaxconv.conv(

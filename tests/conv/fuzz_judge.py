@@ -1,4 +1,4 @@
-"""Judges random problems: calls by lax and float64, primitives exactly."""
+"""Judges random problems: calls are compared with lax and float64, primitives exactly."""
 
 from __future__ import annotations
 
@@ -34,19 +34,20 @@ import jaxconv
 from jaxconv._src.problem.spec import Op
 
 THREADS = 2  # XLA compiles without the GIL; more threads gain nothing on two cores
-# One partition of the LLVM module: for programs this small, more cost time. Changes no numbers.
+# One partition of the LLVM module: for such small programs, more only cost time. The numbers do not
+# change.
 COMPILER_OPTIONS = {"xla_cpu_parallel_codegen_split_count": 1}
-# The share of results on normal data whose error may exceed twice lax's error.
+# The count of results whose error exceeds twice lax's, but not that of a sum in sequence.
 BEYOND = "normal results beyond that, within the error of a sum in order"
 BEYOND_SHARE = 0.05
-# A relative error that no rounding explains: the result is wrong.
+# A relative error above this is no rounding error: the result is wrong.
 GROSS_ERROR = 0.1
 
 
 def operands(call: Call) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
     """(arrays x, w and cotangent y in the call's axis order, float64 results y, x, w canonical).
 
-    int8 has the result alone: JAX differentiates no integers.
+    For int8 there is only the result, because JAX does not differentiate integers.
     """
     rng = call.rng
     dtypes = {"x": call.dtype, "w": call.dtype, "y": call.result_dtype}
@@ -72,7 +73,7 @@ def operands(call: Call) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
             ).astype(dtype)
             for role, dtype in dtypes.items()
         }
-        # Magnitudes, so that no partial sum in any order rounds either.
+        # The same on magnitudes: if these are exact, no partial sum rounds in any order.
         bounds = _results(call, {role: np.abs(array) for role, array in arrays.items()})
         if all(bound.max(initial=0) <= limits[role] for role, bound in bounds.items()):
             return arrays, _results(call, arrays)
@@ -84,7 +85,7 @@ def _short_name(dtype: np.dtype) -> str:
 
 
 def _results(call: Call, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """The float64 result of every operation whose operands are there, by role."""
+    """The float64 result, by role, of every operation whose operands are in ``arrays``."""
     canonical = {role: call.to_canonical(role, array) for role, array in arrays.items()}
     return {
         op.roles[2]: reference(op, call.problem, *(canonical[role] for role in op.roles[:2]))
@@ -94,7 +95,7 @@ def _results(call: Call, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]
 
 
 class Lowerings(logging.Handler):
-    """Counts what the library logs: a kernel instance, or XLA and why."""
+    """Counts the library's log messages: a kernel instance, or XLA and the reason."""
 
     def __init__(self):
         super().__init__(logging.DEBUG)
@@ -113,11 +114,11 @@ class Lowerings(logging.Handler):
 
 @dataclasses.dataclass
 class Outcome:
-    """What a convolution function gave for a call."""
+    """The outcome of a convolution function on a call."""
 
     runs: list[dict[str, np.ndarray]] = dataclasses.field(default_factory=list)  # by role, twice
-    refused: str = ""  # the error of tracing: the call is not accepted
-    properly: bool = True  # with an error that names what is wrong
+    refused: str = ""  # the error of tracing, if the call is refused
+    properly: bool = True  # whether a refusal is a proper error
     failed: str = ""  # the error of compiling or running it
 
     def __str__(self) -> str:
@@ -125,7 +126,7 @@ class Outcome:
 
 
 class Side(NamedTuple):
-    """A convolution function, and what must hold around its tracing, lowering and compilation."""
+    """A convolution function, and the context in which it is traced, lowered and compiled."""
 
     convolve: Callable
     scope: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext
@@ -136,7 +137,7 @@ OURS = Side(jaxconv.conv_general_dilated)
 
 
 def evaluate(side: Side, call: Call, arrays: dict[str, np.ndarray], device) -> Outcome:
-    """Traces, compiles and twice runs a call, with its gradients where there is a cotangent."""
+    """Traces and compiles a call, with its gradients if there is a cotangent, and runs it twice."""
 
     def forward(x, w):
         return side.convolve(x, w, **call.parameters)
@@ -146,25 +147,25 @@ def evaluate(side: Side, call: Call, arrays: dict[str, np.ndarray], device) -> O
         return y, *vjp(cotangent)
 
     function = with_gradients if "y" in arrays else forward
-    with jax.default_device(device), side.scope():  # both are settings of this thread
+    with jax.default_device(device), side.scope():  # both apply to this thread
         try:
             traced = jax.jit(function).trace(*arrays.values())
-        except Exception as error:  # lax has a RuntimeError among its refusals
+        except Exception as error:  # lax refuses some calls by RuntimeError
             properly = isinstance(error, (TypeError, ValueError))
             return Outcome(refused=repr(error), properly=properly)
         try:
             program = traced.lower().compile(compiler_options=COMPILER_OPTIONS)
             runs = [jax.tree.leaves(program(*arrays.values())) for _ in range(2)]
             runs = [dict(zip("yxw", map(np.asarray, run), strict=False)) for run in runs]
-        except Exception as error:  # of whatever type XLA raises
+        except Exception as error:  # XLA raises various types
             return Outcome(failed=f"{type(error).__name__}: {str(error).partition(chr(10) * 2)[0]}")
     return Outcome(runs)
 
 
 def judge(side: Side, call: Call, device, counts: collections.Counter) -> list[str]:
-    """Everything wrong with ``side`` on one call; what happened is added to ``counts``."""
+    """Judges ``side`` on one call: returns complaints, and adds statistics to ``counts``."""
     if call.broken:
-        # Not all are wrong for every call: lax says which.
+        # Some of these changes leave the call valid: lax decides.
         arrays = {
             "x": np.ones(call.lhs_shape, call.dtype),
             "w": np.ones(call.rhs_shape, call.dtype),
@@ -175,18 +176,18 @@ def judge(side: Side, call: Call, device, counts: collections.Counter) -> list[s
     by_lax = evaluate(LAX, call, arrays, device)
     ours = evaluate(side, call, arrays, device)
     if by_lax.refused and not call.broken and call.result_dtype != call.dtype:
-        # jax 0.9.2 cannot differentiate a wider result; our gradients then stand by themselves.
+        # jax 0.9.2 cannot differentiate a wider result. Ours can; there is nothing to compare with.
         counts["lax cannot differentiate"] += 1
         forward = {role: arrays[role] for role in "xw"}
         by_lax = evaluate(LAX, call, forward, device)
         ours = evaluate(side, call, forward, device) if ours.refused else ours
-    # What XLA's verifier refuses, only when lax lowers the call, may be refused earlier by us.
+    # lax finds some errors only in XLA's verifier, at lowering; ours may refuse these earlier.
     lax_gives = not by_lax.refused and not by_lax.failed
     we_give = not ours.refused and not ours.failed
-    # It refuses windows without elements too, of calls that are valid.
+    # The verifier also refuses windows without elements, though these calls are valid.
     broken = call.broken and 0 not in call.rhs_shape
     agree = lax_gives == we_give or not (lax_gives or by_lax.refused or broken)
-    properly = ours.properly or side.convolve is LAX.convolve  # whose errors are not ours
+    properly = ours.properly or side.convolve is LAX.convolve  # overridden lax raises lax's errors
     if not agree or not properly:
         what = f"invalid {call.broken}, " if call.broken else ""
         return [f"{what}{call.line()}\n  lax: {by_lax}\n  ours: {ours}"]
@@ -227,13 +228,13 @@ def judge(side: Side, call: Call, device, counts: collections.Counter) -> list[s
 
 def _judge_integers(call: Call, op: Op, arrays, ours, theirs, exact, line: str, counts) -> str:
     if call.dtype == np.int8:
-        exact = exact.astype(np.int64)  # from where sums wrap in the result's dtype
+        exact = exact.astype(np.int64)  # sums wrap in the result's dtype
     expected = exact.astype(ours.dtype)
     if theirs is not None and mismatch(theirs, expected, line):
         counts[f"lax is wrong: {line}"] += 1
     complaint = mismatch(ours, expected, line)
     if complaint and op is not Op.FPROP and jnp.issubdtype(call.dtype, jnp.floating):
-        # lax's rule for gradients converts to the result's dtype, as in `_judge_rounding`.
+        # lax's gradients are converted to the result's dtype first; see `_judge_rounding`.
         converted = exact.astype(call.result_dtype).astype(ours.dtype)
         return mismatch(ours, converted, line) and complaint
     return complaint
@@ -241,24 +242,24 @@ def _judge_integers(call: Call, op: Op, arrays, ours, theirs, exact, line: str, 
 
 def _judge_rounding(call: Call, op: Op, arrays, ours, theirs, exact, line: str, counts) -> str:
     lax_error = math.inf if theirs is None else error(theirs, exact)
-    lax_is_wrong = theirs is not None and not lax_error <= GROSS_ERROR  # also where it is NaN
+    lax_is_wrong = theirs is not None and not lax_error <= GROSS_ERROR  # also for NaN
     counts[f"lax is wrong: {line}"] += lax_is_wrong
     lax_is_right = theirs is not None and not lax_is_wrong
     if lax_is_right and not excessive_error(ours, lax_error, exact, line):
         counts["normal results within twice lax's error"] += 1
         return ""
-    if not exact.any():  # no terms, or no elements
+    if not exact.any():  # sums without terms, or no elements
         return excessive_error(ours, 0.0, exact, line)
-    # The few elements of a small result can all be better in lax by luck. Three standard deviations
-    # of what adding in order costs are no error of ours; `_test_calls` limits how often that is so.
+    # On a small result lax may be better by luck. An error within three standard deviations of a
+    # sum in sequence is accepted; `_test_calls` limits how often.
     squares = (
         call.to_canonical(role, arrays[role]).astype(np.float64) ** 2 for role in op.roles[:2]
     )
     variance = reference(op, call.problem, *squares).mean()
     deviation = error_in_order(call.problem.reduction(op))
     least = 3 * deviation * math.sqrt(variance / np.mean(exact**2))
-    # Where lax is no measure, of two dtypes the coarser is: its rule for gradients, of which an
-    # override replaces the convolution alone, converts operands and result to it.
+    # Without lax's error, the coarser of two dtypes is the measure: under ``override`` lax's rule
+    # for gradients still converts operands and result to the result's dtype.
     mixed = call.result_dtype != call.dtype and max(
         float(jnp.finfo(dtype).eps) for dtype in (call.result_dtype, call.dtype)
     )
@@ -269,12 +270,12 @@ def _judge_rounding(call: Call, op: Op, arrays, ours, theirs, exact, line: str, 
 
 
 def judge_all(side: Side, calls: list[Call], device) -> tuple[list[str], dict[str, int]]:
-    """Judges calls on a few threads: (what is wrong, counts of what happened)."""
+    """Judges calls on a few threads. Returns (complaints, counts)."""
     logger, lowerings = logging.getLogger("jaxconv"), Lowerings()
     level, propagate = logger.level, logger.propagate
     logger.addHandler(lowerings)
     logger.setLevel(logging.DEBUG)
-    logger.propagate = False  # or pytest shows them all where a problem fails
+    logger.propagate = False  # keeps them out of pytest's report of a failure
     each = [collections.Counter() for _ in calls]
     try:
         with ThreadPoolExecutor(THREADS) as pool:
@@ -297,13 +298,13 @@ def draw_primitive(seed: int, index: int) -> tuple[Problem, Op, str, str]:
         problem = draw_problem(draw, f"{seed}-{index}", SMALL)
         if (op, dtype) == (Op.FPROP, "s8") and draw.chance(0.5):
             problem = with_long_sums(draw, problem)
-        # XLA computes what no kernel takes.
+        # XLA computes the primitives that no kernel takes.
         if all(problem.out_spatial) and not xla_aborts(problem):
             return problem, op, dtype, draw.one_of(*LAYOUTS)
 
 
 def judge_primitives(seed: int, indices: Sequence[int]) -> list[str]:
-    """What is wrong with operations on small integers, run twice on the default device."""
+    """Runs operations on small integers twice on the default device; returns complaints."""
     return wrong_results([functools.partial(_primitive, seed, index) for index in indices], runs=2)
 
 

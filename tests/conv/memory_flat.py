@@ -41,7 +41,7 @@ PER_PROGRAM = 5
 
 
 def resident_mb() -> float:
-    """Resident memory, after unused pages are given back."""
+    """Resident memory in MB, after unused pages have been returned to the system."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     with open("/proc/self/statm") as statm:
@@ -92,7 +92,7 @@ def one_program(convolve: Callable, rng: np.random.Generator, gradients: bool) -
 def samples(
     convolve: Callable, calls: int, period: int, seed: int, repeat: bool, clear: bool
 ) -> Iterator[float]:
-    """Resident megabytes after every period."""
+    """Resident memory in MB after every period."""
     rng = np.random.default_rng(seed)
     for begin in range(0, calls, period):
         rng = np.random.default_rng(seed) if repeat else rng
@@ -104,7 +104,7 @@ def samples(
 
 
 def growth_mb(found: list[float]) -> float:
-    """How much more the last third holds than the middle third."""
+    """The median of the last third minus that of the middle third."""
     third = len(found) // 3
     return statistics.median(found[-third:]) - statistics.median(found[third : 2 * third])
 

@@ -19,30 +19,30 @@ from problems import DTYPES, Problem, problem
 
 from jaxconv._src.problem.spec import Op
 
-SMS = 132  # of an H100 or H200
+SMS = 132  # an H100 or H200 has
 TILES = 3 * SMS + 10
-FEW_CTAS = 5  # of few_channels on an SM, at most; with 40 or 48 columns of dgrad's z, 2
+FEW_CTAS = 5  # few_channels: resident CTAs an SM, at most (2 if dgrad's z has 40 or 48 columns)
 HALO_BOX = ("depthwise", "block_diagonal")  # families of common/halo_box.cuh
 
 
 def tile(each: Instance) -> tuple[int, int]:
-    """(tile_m, tile_n), with which a variant's name begins."""
+    """(tile_m, tile_n), the first numbers of the variant's name."""
     m, n = re.match(r"(\d+)x(\d+)", each.variant).groups()
     return int(m), int(n)
 
 
 def k_block(each: Instance) -> int:
-    """Channels of a k-block: 128 bytes."""
+    """The channels of a k-block of 128 bytes."""
     return 32 if each.dtype == "f32" else 64
 
 
 def keeps_the_filter(each: Instance) -> bool:
-    """In shared memory, all of it: then there is one tile along n."""
+    """Whether the kernel keeps its whole filter in shared memory: there is one tile along n."""
     return "weight_stationary" in each.variant or "pointwise_swap_ab" in each.variant
 
 
 def contracted(each: Instance, k_blocks: int) -> int:
-    """Channels of so many k-blocks, the last one with a tail (after padding to 16, too)."""
+    """A number of channels with so many k-blocks, the last one partial (also if padded to 16)."""
     return k_blocks * k_block(each) - (21 if each.padded else 8)
 
 
@@ -58,7 +58,7 @@ def gather(
     groups: int = 1,
     batch: int | None = None,
 ) -> Problem:
-    """fprop or dgrad: ``inner`` channels are contracted, ``outer`` are the result's, in a group."""
+    """A problem of fprop or dgrad with ``inner`` reduced and ``outer`` result channels a group."""
     images, width = 3, 61
     height = -(-tiles_m * tile(each)[0] // (images * width))
     fprop = each.op == "fprop"
@@ -79,7 +79,7 @@ def gather(
 
 
 def _patches(each: Instance, outer: int, tiles_m: int) -> Problem:
-    """dgrad of 3x2 windows that do not overlap: patches of ``outer`` elements, fprop alike."""
+    """A dgrad (or fprop) of 3x2 windows that do not overlap, with ``outer`` elements in a patch."""
     width = 61
     height = -(-tiles_m * tile(each)[0] // (3 * width))
     c = 8 * -(-outer // 48)
@@ -89,7 +89,7 @@ def _patches(each: Instance, outer: int, tiles_m: int) -> Problem:
 
 
 def gather_problems(each: Instance) -> list[Problem]:
-    """For fprop and dgrad of igemm_wgmma."""
+    """Problems for fprop and dgrad of igemm_wgmma."""
     tile_n = tile(each)[1]
     wide, narrow = tile_n + (5 if each.padded else 8), tile_n - (5 if each.padded else 8)
     inner = functools.partial(contracted, each)
@@ -103,7 +103,7 @@ def gather_problems(each: Instance) -> list[Problem]:
         make("groups", (1, 3), k_block(each), wide, TILES // 4, groups=2),
         make("batched", (1, 3), inner(1), wide, TILES // 4, batch=2),
         _patches(each, wide, TILES // 2),
-        # Whole 128-byte lines, with which the filter is read as krsc too.
+        # Channels in whole 128-byte lines: the filter is read as krsc, too.
         make("lines", (1, 3), 2 * k_block(each), tile_n + 64, TILES // 2),
         make("pointwise_lines", (1, 1), 2 * k_block(each), tile_n + 64, TILES // 2),
     ]
@@ -121,7 +121,7 @@ def gather_problems(each: Instance) -> list[Problem]:
 
 
 def wgrad_problems(each: Instance) -> list[Problem]:
-    """For wgrad of igemm_wgmma: m is (tap, c), n is k, and few pixels are summed."""
+    """Problems for wgrad of igemm_wgmma: m is (tap, c), n is k; few pixels are reduced."""
     tile_m, tile_n = tile(each)
     tail = 5 if each.padded else 32 if each.dtype == "f32" else 8
 
@@ -162,9 +162,9 @@ def wgrad_problems(each: Instance) -> list[Problem]:
 
 
 def few_channels_problems(each: Instance) -> list[Problem]:
-    """Images of few channels; a CTA has one part of 64 output channels (wgrad: and some rows).
+    """Images of few channels. A CTA takes one part of 64 output channels (wgrad: and some rows).
 
-    Narrow outputs: fprop's problem of dgrad's kernel, and the reverse.
+    For few output channels, fprop runs on dgrad's kernel and the reverse.
     """
     if "_narrow" in each.variant:
         window = (3, 15) if tile(each)[1] == 48 else (3, 5)
@@ -172,7 +172,7 @@ def few_channels_problems(each: Instance) -> list[Problem]:
         pads = tuple((r // 2, r // 2) for r in window)
         return [problem("narrow", (tiles, 321), window, n=5, c=72, k=3, padding=pads)]
     if "_stride" in each.variant:
-        # Rows (dgrad: pairs of rows) and strips of columns; a CTA has its SM alone.
+        # Tiles are rows (dgrad: pairs of rows) by strips of columns; there is one CTA on each SM.
         window, stride = int(each.variant.split("x")[0]), int(each.variant[-1])
         pad = window // 2
         if each.op == "dgrad":
@@ -222,12 +222,12 @@ def few_channels_problems(each: Instance) -> list[Problem]:
 
 
 def depthwise_problems(each: Instance) -> list[Problem]:
-    """Five tiles of channels, and maps of at least six tiles; at most two CTAs share an SM.
+    """Five tiles of channels, and images of at least six tiles; at most two CTAs share an SM.
 
-    With wide Toeplitz strips a map is two tiles, and there is one CTA on each SM. For wgrad by
-    Hankel matrices a map is one tile, so there are three tiles of channels and many images. In a
-    walk each thread has one part of a map's rows with more steps than its ring has stages, and a
-    map has several parts.
+    Wide Toeplitz strips: an image is two tiles, and there is one CTA on each SM. wgrad by Hankel
+    matrices: an image is one tile, so there are three tiles of channels and many images. Walks:
+    each thread takes a part of an image's rows with more steps than its ring has stages, and an
+    image has several parts.
     """
     channels, form = re.match(r"(\d+)ch_(.*?)(?:_tma|_pairs|_walk)?$", each.variant).groups()
     if form.startswith("hankel"):
@@ -252,7 +252,7 @@ def depthwise_problems(each: Instance) -> list[Problem]:
     stride = 2 if form.endswith("_stride2") else 1
     pads = tuple((r // 2, (r - 1) // 2) for r in window)
     if form.endswith("_wgmma"):
-        # A map is one tile, and a CTA has its SM alone.
+        # An image is one tile, and there is one CTA on each SM.
         n = -(-TILES // 5)
         return [problem("vectors", (35, 60), window, n=n, c=40, k=40, groups=40, padding=pads)]
     images = -(-TILES // 10) if form.endswith("_wide") else -(-2 * TILES // 30)
@@ -269,12 +269,13 @@ def depthwise_problems(each: Instance) -> list[Problem]:
 
 
 def block_diagonal_problems(each: Instance) -> list[Problem]:
-    """Five tiles of 64 channels, and maps of at least six tiles of 256 positions."""
+    """Five tiles of 64 channels, and images of at least six tiles of 256 positions."""
     block, form = each.variant.removesuffix("_3xtf32").split("ch_")
     make = functools.partial(problem, n=-(-2 * TILES // 30), c=296, k=296)
     problems = []
     if form == "rows":
-        # Tiles of two images, one for each pair of warpgroups, and of two for a row of a map.
+        # Tiles of two images, one for each pair of warpgroups; and images whose rows have two
+        # tiles.
         images = -(-2 * TILES // 5)
         problems.append(make("several", (5, 33), 3, n=images, groups=74, padding=1))
         problems.append(make("columns", (4, 70), 3, n=-(-images // 2), groups=37, padding=1))
@@ -305,22 +306,22 @@ def steady_problems(each: Instance) -> list[Problem]:
 
 
 def split_problem(each: Instance) -> tuple[Problem, Sequence[int]]:
-    """A long reduction, and the numbers of slices to try; persistent kernels then have TILES tiles.
+    """A long reduction, and numbers of slices to try; persistent kernels then have TILES tiles.
 
-    The workspace limits how many there may be.
+    The workspace limits the number of slices.
     """
     if each.family == "few_channels":
         if "_narrow" in each.variant:
             return problem("split", (90, 60), 3, c=72, k=2, padding=1), range(9, 6, -1)
-        # Words and rows of whole chunks.
+        # x is copied in words, and in 16-byte chunks.
         return problem("split", (90, 60), 3, c=2, k=72, padding=1), range(9, 6, -1)
     if each.family in HALO_BOX:
-        # At least 6 tiles for each of 28 images: more than 5 in a slice, and not all slices equal.
+        # 28 images of at least 6 tiles: a slice has more than 5 tiles, and slices differ in size.
         return steady_problems(each)[0], (31, 30, 29)
     tile_n = tile(each)[1]
     tail = 5 if each.padded else 32 if each.dtype == "f32" and each.op == "wgrad" else 8
     if each.op == "wgrad":
-        # 321 k-blocks of 64 pixels, 641 of 32: with these slices none is empty.
+        # 321 k-blocks of 64 pixels, or 641 of 32: no slice is empty.
         return (
             problem(
                 "split",
@@ -336,7 +337,7 @@ def split_problem(each: Instance) -> tuple[Problem, Sequence[int]]:
     if each.family == "igemm_wgmma" and "cluster" not in each.variant:
         slices = 4
         tiles_m = -(-TILES // (2 * slices))
-        # For at most 48 channels, more taps give as many k-blocks.
+        # Instances for at most 48 channels reach as many k-blocks by more taps.
         long = each.variant.endswith("_c48")
         window, inner = ((5, 9), 40) if long else ((3, 3), contracted(each, 6))
         return (

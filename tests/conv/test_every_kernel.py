@@ -1,6 +1,6 @@
 """Every kernel of the build, forced by name, on every problem: exact, or refused with a reason.
 
-test_int8_every_kernel.py is of the kernels that read packed filters, and of uint8 images.
+test_int8_every_kernel.py covers the kernels that read packed filters, and uint8 images.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from jaxconv._src.problem.spec import Op
 
 
 def instances() -> list:
-    """(platform, instance) of every kernel: the CPU's of this build, CUDA's of the tables."""
+    """(platform, instance) of every kernel: the CPU's in this build, CUDA's in the tables."""
     cpu = native.load("cpu")
     names = [] if isinstance(cpu, native.Refusal) else cpu.kernels()
     return [pytest.param("cpu", name, id=name) for name in names if not name.endswith("_u8")] + [
@@ -50,7 +50,7 @@ def test_the_cuda_kernels_of_this_build_are_those_of_the_tables():
 
 @pytest.mark.parametrize(("platform_name", "instance"), instances())
 def test_exact_or_refused(platform_name, instance):
-    """Integers whose sums are representable: any order of summation gives the same bits."""
+    """Operands are integers whose sums are exact in any order: results are compared bit by bit."""
     op = Op(instance.split("_")[0])
     forced = Forced(platform_name, instance)
     own = (found for family, found in OF_FAMILY.items() if f"_{family}_" in f"{instance}_")
@@ -62,7 +62,7 @@ def test_exact_or_refused(platform_name, instance):
                 chosen, line = select(platform_name, op, spec, sizes, *types)
                 assert line == problem.line(op, dtype) + " krsc" * chosen.krsc
                 if layout == "krsc" and not chosen.krsc:
-                    continue  # then the filter is transposed for the kernel, as in "first"
+                    continue  # the filter is transposed, as in "first"
                 if forced.takes(chosen, line):
                     what = (op, problem, dtype, layout, f"{instance} ({layout}): {line}")
                     call = functools.partial(operation_call, *what, algorithm=instance)
@@ -83,7 +83,7 @@ def test_a_tolerance_admits_rounding_and_neither_nan_nor_a_missing_tap():
 
 @pytest.mark.parametrize(("platform_name", "instance"), instances())
 def test_a_forced_kernel_that_refuses_says_why_while_tracing(platform_name, instance):
-    """Every kernel is written for some of the dtypes, so each has one to refuse."""
+    """No kernel takes every dtype, so each has one to refuse."""
     op = Op(instance.split("_")[0])
     problem = PROBLEMS[0]
     operands = [np.zeros(problem.canonical_shape(role), np.float16) for role in op.roles[:2]]

@@ -1,4 +1,4 @@
-"""The operations as a program gets them (algorithm "auto"): exact on integers, and adjoint."""
+"""The operations with algorithm "auto": exact on integers, and adjoint to each other."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from jaxconv._src.problem.spec import Op
 
 
 def run(op, problem, dtype, lhs, rhs, layout="last", **options):
-    """The compiled operation on channels-last arrays, stored in ``layout`` for the call."""
+    """Compiles and runs the operation on channels-last arrays, converted to ``layout`` for it."""
     out = into_poison(
         problem.operation(op, dtype, layout=layout, **options),
         problem.to_layout(op.roles[0], lhs, layout),
@@ -45,7 +45,7 @@ def test_the_problems_have_unique_names_and_no_empty_tensor():
 
 
 def test_the_reference_agrees_with_the_definition_summed_by_hand():
-    """Seven loops over one small problem with every parameter in use check the reference itself."""
+    """Seven loops over one small problem that uses every parameter check the reference."""
     problem = Problem(
         "by_hand",
         spatial=(4, 5),
@@ -69,7 +69,7 @@ def test_the_reference_agrees_with_the_definition_summed_by_hand():
                 by_hand[n, p, q, k] += x[n, i // 2, j, group * 2 + c] * w[r, s, c, k]
     assert np.any(by_hand)
     np.testing.assert_array_equal(y, by_hand)
-    # The two gradients are the transposes of that linear map in x and in w.
+    # The gradients are the transposes of the same map, linear in x and in w.
     dy = np.random.default_rng(0).integers(-3, 4, y.shape)
     dx, dw = reference(Op.DGRAD, problem, dy, w), reference(Op.WGRAD, problem, x, dy)
     assert (dx * x).sum() == (dy * y).sum() == (dw * w).sum() != 0
@@ -85,7 +85,7 @@ def test_every_problem_in_float32(platform, problem):
 @pytest.mark.parametrize("dtype", ["bf16", "f16", "s8"])
 @pytest.mark.parametrize("problem", REPRESENTATIVE, ids=names(REPRESENTATIVE))
 def test_narrow_dtypes(platform, problem, dtype):
-    """int8 takes its whole range, -128 included, and accumulates into int32 without saturation."""
+    """int8 operands have the full range, -128 included; int32 sums do not saturate."""
     for op in Op:
         lhs, rhs, expected = exact_operands(op, problem, dtype)
         assert_exact(run(op, problem, dtype, lhs, rhs), expected, problem.line(op, dtype))
@@ -102,7 +102,7 @@ def test_channels_first(platform, problem):
 @pytest.mark.parametrize("dtype", ["f32", "bf16"])
 @pytest.mark.parametrize("problem", PROBLEMS, ids=names(PROBLEMS))
 def test_filters_with_output_channels_first(platform, problem, dtype):
-    """OHWI and the like, which kernels read as they lie, or XLA transposes for them."""
+    """Filters as OHWI and the like: kernels read these directly, or XLA transposes them."""
     if platform == "cpu" and problem not in REPRESENTATIVE:
         pytest.skip("no CPU kernel reads them")
     for op in Op:
@@ -113,7 +113,7 @@ def test_filters_with_output_channels_first(platform, problem, dtype):
 
 @pytest.mark.parametrize("problem", REPRESENTATIVE, ids=names(REPRESENTATIVE))
 def test_adjoint_identity(platform, problem):
-    """<conv(x, w), dy> = <x, dgrad(dy, w)> = <w, wgrad(x, dy)>: ties the three kernels together."""
+    """<conv(x, w), dy> = <x, dgrad(dy, w)> = <w, wgrad(x, dy)> relates all three kernels."""
     rng = np.random.default_rng(1)
     x, w, dy = (
         rng.integers(-4, 5, problem.canonical_shape(role)).astype(np.float32) for role in "xwy"
@@ -128,9 +128,10 @@ def test_adjoint_identity(platform, problem):
     assert inner(y, dy) == inner(x, dx) == inner(w, dw) != 0, problem.line(Op.FPROP, "f32")
 
 
-# Two operands rounded to 11 bits: sqrt(2) * 2^-11 / sqrt(3) of a product, times 0.72 for the mean
-# of a mantissa, is 2.9e-4, and measured of cuDNN; igemm_wmma's rounding has 1.12 times that
-# variance. On a GPU float32 at DEFAULT is TF32, which cuDNN does not always take on small layers.
+# Rounding two operands to 11 bits gives a relative error of sqrt(2) * 2^-11 / sqrt(3) for a
+# product; times 0.72 for the mean of a mantissa, this is 2.9e-4, as measured for cuDNN.
+# igemm_wmma's rounding has 1.12 times that variance. On a GPU float32 at DEFAULT is TF32, but cuDNN
+# does not always use TF32 on small layers.
 TF32_ERROR = 3.5e-4
 
 ERROR_PROBLEMS = [
@@ -148,7 +149,7 @@ def test_error_is_at_most_twice_that_of_lax(platform, problem, dtype):
         exact = reference(op, problem, lhs, rhs)
         ours = run(op, problem, dtype, lhs, rhs, precision=precision)
         lax = run(op, problem, dtype, lhs, rhs, precision=precision, algorithm="xla")
-        # On small problems cuDNN cuts its sums into more parts; igemm_simt adds in order.
+        # On small problems cuDNN splits its sums into more parts; igemm_simt sums in sequence.
         least = error_in_order(problem.reduction(op)) if platform == "cuda" else 0.0
         if platform == "cuda" and dtype == "f32" and precision == "default":
             least = TF32_ERROR
@@ -156,7 +157,7 @@ def test_error_is_at_most_twice_that_of_lax(platform, problem, dtype):
 
 
 def test_highest_precision_is_float32_accurate(platform):
-    """No TF32 (3e-4) and no two bfloat16 products (1e-5) behind HIGHEST."""
+    """HIGHEST excludes TF32 (error 3e-4) and sums of two bfloat16 products (1e-5)."""
     problem = BY_NAME["plain"]
     for op in Op:
         lhs, rhs = normal_operands(op, problem, "f32")
@@ -172,10 +173,10 @@ def test_nan_and_infinity_reach_what_they_touch_and_nothing_else(platform, value
         for op in Op:
             lhs, rhs, _ = exact_operands(op, problem, dtype)
             lhs = np.array(lhs)
-            # Not in the padding's reach only by luck: one element in the middle, one in a corner.
+            # One element in the middle and one in a corner: at least one meets no padding.
             lhs[tuple(e // 2 for e in lhs.shape)] = value
             lhs[(0,) * lhs.ndim] = value
-            rhs = np.where(rhs == 0, 1, rhs).astype(rhs.dtype)  # infinity * 0 depends on the order
+            rhs = np.where(rhs == 0, 1, rhs).astype(rhs.dtype)  # no zeros: Inf * 0 is NaN
             with np.errstate(invalid="ignore"):
                 expected = reference(op, problem, lhs, rhs)
             line = f"{value} in {op.roles[0]}: {problem.line(op, dtype)}"
@@ -186,7 +187,7 @@ def test_nan_and_infinity_reach_what_they_touch_and_nothing_else(platform, value
 
 @pytest.mark.parametrize("problem", REPRESENTATIVE, ids=names(REPRESENTATIVE))
 def test_the_same_inputs_give_the_same_bits(platform, problem):
-    """Twice by one program, once by a second compilation: every sum has a fixed order."""
+    """One program runs twice, and is compiled again: every sum has a fixed order."""
     for op in Op:
         lhs, rhs = normal_operands(op, problem, "f32")
         once = run(op, problem, "f32", lhs, rhs)
@@ -211,7 +212,7 @@ def test_the_same_inputs_give_the_same_bits(platform, problem):
     ],
 )
 def test_dynamically_scheduled_tiles(op, tile, c, k):
-    """257 MB of activations or more, 128 images: the tile counters are the whole workspace."""
+    """128 images with 257 MB of activations or more: the workspace holds only the tile counters."""
     instance = f"{op.value}_igemm_wgmma_bf16_{tile}"
     large = make_problem("large", 56, 1, n=128, c=c, k=k)
     spec = large.spec(algorithm=instance)
@@ -240,7 +241,7 @@ def test_dynamically_scheduled_tiles(op, tile, c, k):
 @pytest.mark.parametrize("algorithm", ["auto", "igemm_simt", "igemm_wmma", "igemm_wgmma"])
 @pytest.mark.parametrize("op", list(Op), ids=[op.value for op in Op])
 def test_tensors_of_more_than_2_to_the_31_elements(op, algorithm):
-    """Element offsets beyond 32 bits: first and last rows of a map of 2.2e9 elements."""
+    """Offsets beyond 32 bits: compares the first and last rows of an image of 2.2e9 elements."""
     device = jax.devices()[0]
     if (device.memory_stats() or {}).get("bytes_limit", 0) < 30e9:
         pytest.skip("the device has less than 30 GB")
@@ -256,7 +257,7 @@ def test_tensors_of_more_than_2_to_the_31_elements(op, algorithm):
     try:
         call = large.operation(op, "bf16", algorithm=algorithm)
         if op is Op.WGRAD:
-            # Few gradients, at both ends, so that sums stay small integers.
+            # A few nonzero gradients, at both ends, so that sums stay small integers.
             at = [(0, 0, 0, 5), (0, 1, extent - 1, 9), (2, extent - 1, extent - 1, 63)]
             at += [(2, extent - 2, column, column % 64) for column in range(7, 900, 100)]
             dy = jnp.zeros(shape, jnp.bfloat16).at[tuple(np.transpose(at))].set(1)
@@ -277,7 +278,7 @@ def test_tensors_of_more_than_2_to_the_31_elements(op, algorithm):
                     expected[r, s, :, k] += np.asarray(whole[image, i, j], np.float64)
         np.testing.assert_array_equal(actual, expected)
         return
-    # A strip of rows is a convolution of its own; its inner row is next to what was cut off.
+    # The reference convolves a strip of rows alone; only its row away from the cut is compared.
     strip = make_problem("strip", (rows, extent), 3, n=1, c=64, k=64, padding=1)
     for name, (image, strip_rows) in ends.items():
         expected = reference(op, strip, np.asarray(whole[image, strip_rows], np.float64)[None], w)[
@@ -285,12 +286,12 @@ def test_tensors_of_more_than_2_to_the_31_elements(op, algorithm):
         ]
         inner = slice(rows - 1) if name == "first" else slice(1, None)
         found = np.asarray(actual[image, strip_rows], np.float64)[inner]
-        assert np.abs(expected).max() < 256  # exact in bfloat16
+        assert np.abs(expected).max() < 256  # integers that bfloat16 holds
         np.testing.assert_array_equal(found, expected[inner], err_msg=f"{name} rows")
 
 
 def test_fresh_allocations_are_poisoned():
-    """The exact tests would not see an element that a kernel forgets if memory came zeroed."""
+    """If fresh memory were zero, exact tests would miss elements that no kernel writes."""
     import jax_settings
 
     if not jax_settings.POISONED:
@@ -312,7 +313,7 @@ def test_dtype_table_covers_every_name_in_the_problem_key():
     [(3, 3, 2, (2, -1)), (4, 4, 3, (3, -1)), (5, 4, 3, (3, -2)), (5, 5, 2, (4, -1))],
 )
 def test_windows_that_leave_more_than_a_stride(native_cpu, extent, window, stride, padding, axis):
-    """All windows begin in the padding, and a crop leaves a stride of rows that none reads."""
+    """Windows begin in the padding, and none reads the last rows, at least a stride of them."""
     shape, taps, steps, pads = [6, 6], [1, 1], [1, 1], [(0, 0), (0, 0)]
     shape[axis], taps[axis], steps[axis], pads[axis] = extent, window, stride, padding
     cropped = make_problem(
@@ -327,7 +328,7 @@ def test_windows_that_leave_more_than_a_stride(native_cpu, extent, window, strid
 
 @pytest.mark.parametrize("dtype", ["bf16", "f16", "f32"])
 def test_taps_that_meet_padding_alone_have_no_gradient(native_cpu, dtype):
-    """oneDNN's bfloat16 kernel leaves them unwritten."""
+    """oneDNN's bfloat16 kernel leaves the gradients of these taps unwritten."""
     which = make_problem(
         "padding_alone",
         (3, 1, 1),
@@ -364,14 +365,14 @@ def test_taps_that_meet_padding_alone_have_no_gradient(native_cpu, dtype):
     ids=lambda problem: problem.name,
 )
 def test_weight_gradients_of_windows_far_in_the_padding(native_cpu, wrong, dtype):
-    """oneDNN's direct kernels count the taps in the padding wrongly."""
+    """oneDNN's direct kernels miscount the taps in the padding."""
     lhs, rhs, expected = exact_operands(Op.WGRAD, wrong, dtype)
     actual = into_poison(wrong.operation(Op.WGRAD, dtype, algorithm="onednn"), lhs, rhs)
     assert_exact(actual, expected, wrong.line(Op.WGRAD, dtype))
 
 
 def test_eight_bit_filters_of_eight_taps_for_eight_channels(native_cpu):
-    """oneDNN's offset of signed operands is wrong for exactly this form."""
+    """oneDNN's compensation for signed operands is wrong for exactly this shape."""
     rng = np.random.default_rng(0)
     x, w = (
         rng.integers(-128, 128, shape).astype(np.int8)
@@ -386,7 +387,7 @@ def test_eight_bit_filters_of_eight_taps_for_eight_channels(native_cpu):
 
 
 def test_rows_behind_the_last_window_are_zero(native_cpu):
-    """oneDNN's data gradient leaves them unwritten on AMX, where x has more than 16 columns."""
+    """On AMX, oneDNN's data gradient leaves these rows unwritten if x has more than 16 columns."""
     problem = make_problem(
         "rows_behind_the_last_window",
         (22, 9, 19),

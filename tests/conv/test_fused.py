@@ -63,17 +63,17 @@ def test_terms_are_exact_on_integers(platform, p, dtype):
 
 @pytest.mark.parametrize("activation", ACTIVATIONS, ids=name_of)
 def test_activations_are_accurate(platform, activation):
-    """A pointwise convolution with the unit matrix: t is x, of all sizes."""
+    """A pointwise convolution with the unit matrix: the activation's argument t is x."""
     magnitudes = np.concatenate([np.zeros(8), np.geomspace(1e-6, 10, 504)]).astype(np.float32)
     x = np.concatenate([magnitudes, -magnitudes]).reshape(8, 8, 16)
     w = np.eye(16, dtype=np.float32)[None, None]
-    # With TF32 products t equals x except for its last bit.
+    # TF32 products round t in its last bits; igemm_simt does not.
     algorithm = "igemm_simt" if platform == "cuda" else "native"
     call = functools.partial(jaxconv.conv, activation=activation, algorithm=algorithm)
     y = np.asarray(jax.jit(call)(x[None], w)[0]).astype(np.float64)
     exact = activated(activation, x.astype(np.float64))
     allowed = 1e-6 * np.abs(exact)
-    if platform == "cuda":  # exp magnifies the error of a large argument, whose result is small
+    if platform == "cuda":  # exp magnifies the error of a large negative argument
         allowed += 2e-7 * np.minimum(np.abs(x), np.exp(-np.abs(x)))
     assert (np.abs(y - exact) <= allowed).all()
 
@@ -85,12 +85,12 @@ def test_nan_stays(platform, activation):
     w = np.eye(16, dtype=np.float32)[None, None]
     bias = np.zeros(16, np.float32)
     y = np.asarray(jax.jit(functools.partial(jaxconv.conv, activation=activation))(x, w, bias=bias))
-    # The matrix product meets every channel of the pixel.
+    # The matrix product sums over all channels of the pixel, so NaN reaches all of them.
     assert np.isnan(y[0, 1, 2]).all()
     assert np.isfinite(y[0, 0]).all()
 
 
-# Limits, overflow of a square and of a cube, and what is no normal number.
+# Infinities, arguments whose square or cube overflows, and numbers that are not normal.
 EXTREMES = np.array(
     [
         *(
@@ -113,7 +113,7 @@ def in_jax(activation):
 
 
 def at_extremes(activation, dtype, bias):
-    """The activations of the bias: all sums are zero."""
+    """The activations of the bias, because all sums are zero."""
     x, w = np.zeros((1, 2, 2, 8), dtype), np.zeros((1, 1, 8, EXTREMES.size), dtype)
     y = jaxconv.conv(x, w, bias=bias, activation=activation, algorithm="native")
     return y[0, 1, 1]
@@ -122,7 +122,7 @@ def at_extremes(activation, dtype, bias):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("activation", EXTREME_ACTIVATIONS, ids=name_of)
 def test_extremes(platform, activation, dtype):
-    """Infinite and NaN where jax.nn is in float32, and the definition's numbers elsewhere."""
+    """Infinite and NaN exactly where jax.nn is in float32; elsewhere close to the definition."""
     y = jax.jit(functools.partial(at_extremes, activation, dtype))(EXTREMES)
     expected = jax.jit(in_jax(activation))(EXTREMES).astype(dtype)
     got, expected = (np.asarray(a).astype(np.float64) for a in (y, expected))
@@ -132,14 +132,14 @@ def test_extremes(platform, activation, dtype):
 
 @pytest.mark.parametrize("activation", EXTREME_ACTIVATIONS, ids=name_of)
 def test_derivatives_at_extremes(platform, activation):
-    """Those of jax.nn: NaN is its convention for gelu and silu of infinity."""
+    """Derivatives are those of jax.nn, which gives NaN for gelu and silu of infinity."""
 
     def derivative(f):
         return jax.jit(lambda t: jax.vjp(f, t)[1](jnp.ones_like(t))[0])(EXTREMES)
 
     got = derivative(functools.partial(at_extremes, activation, np.float32))
     expected = derivative(in_jax(activation))
-    # XLA's tanh is one unit below 1 at 16.
+    # XLA's tanh(16) is one unit in the last place below 1.
     np.testing.assert_allclose(got, expected, rtol=2e-5, atol=1e-6, err_msg=str(EXTREMES))
 
 
@@ -147,7 +147,7 @@ def test_derivatives_at_extremes(platform, activation):
 
 
 def apart(p: Problem, activation):
-    """The same by the plain convolution and jax.numpy, in float32."""
+    """The plain convolution and the epilogue by jax.numpy, in float32."""
     convolve = fused(p)
 
     def call(x, w, scale, bias, residual):
@@ -180,9 +180,9 @@ TINY = problem("tiny", (3, 4), 2, n=2, c=2, k=4, groups=2, stride=(1, 2))
 
 @pytest.mark.parametrize("activations", [ACTIVATIONS, ("relu",), ("silu",)], ids=name_of)
 def test_gradients(activations):
-    """Gradients of all operands, forward and reverse, in float64: without a kernel's rounding.
+    """Gradients of all operands, forward and reverse, in float64, where no kernel rounds.
 
-    Second order for an activation whose derivative follows from y, and for one that stores pre.
+    Second order for an activation whose derivative follows from y, and for one that stores `pre`.
     """
     order = 2 if len(activations) == 1 else 1
     with jax.enable_x64(True):
@@ -214,7 +214,7 @@ def test_gradients_are_those_of_the_parts(platform, activation, dtype):
 
 @pytest.mark.parametrize("activation", ACTIVATIONS, ids=name_of)
 def test_the_backward_pass_keeps_one_activation(activation):
-    """The result, or the activation's argument in its dtype, and nothing else of that shape."""
+    """The backward pass keeps the result or the activation's argument, in the result's dtype."""
     p = PROBLEMS[0]
     values = normal(p, jnp.bfloat16)
     f = functools.partial(fused(p, activation), bias=values["bias"], residual=values["residual"])
@@ -250,7 +250,7 @@ def test_vmap_over_any_operands(seed):
 
 
 def test_vmap_folds_into_one_call(native_kernels):
-    """Images into N, filters into K: the plain convolution is not called beside the fused one."""
+    """Images fold into N, filters into K; there is one fused call and no plain one."""
     p = PROBLEMS[0]
     values = operands(p)
     images = {n: np.stack([values[n]] * 3) for n in ("x", "residual")}
@@ -322,7 +322,7 @@ def test_a_wider_result_and_operands_of_two_dtypes(platform):
 
 
 def test_winograd_with_an_epilogue():
-    """An algorithm without an epilogue computes the convolution, XLA the epilogue."""
+    """Winograd has no epilogue: it computes the convolution, XLA the epilogue."""
     p = PROBLEMS[0]
     values = {n: a for n, a in operands(p).items() if n != "scale"}
     expected = np.maximum(before_activation(p, operands(p), ("bias", "residual")), 0)
@@ -333,7 +333,7 @@ def test_winograd_with_an_epilogue():
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_transposed_convolution(platform, dtype):
-    """Exact on integers; its gradients are those of the convolution and the epilogue apart."""
+    """Exact on integers; gradients equal those of the convolution and a separate epilogue."""
     rng = np.random.default_rng(0)
     x, w, residual, ct = (
         rng.integers(-2, 3, shape).astype(jnp.dtype(dtype))
@@ -363,7 +363,7 @@ def test_transposed_convolution(platform, dtype):
 
 
 def test_terms_are_taken_by_name():
-    """Scale and bias have one shape and type: their order must not matter."""
+    """Scale and bias have one shape and type, so the order of the arguments does not decide."""
     p = PROBLEMS[0]
     values = operands(p)
     spec, form = spec_of(p, values), epilogue.Epilogue(scale=True, bias=True, residual=True)
@@ -376,7 +376,7 @@ def test_terms_are_taken_by_name():
 
 
 def test_statistics():
-    """Mean and squared deviations of y as rounded, and their gradient."""
+    """Mean and sum of squared deviations of the rounded y, and their gradient."""
     p = PROBLEMS[0]
     values = normal(p, jnp.bfloat16)
     spec = spec_of(p, values)
@@ -398,6 +398,6 @@ def test_statistics():
 
 
 def spec_of(p: Problem, values):
-    """The ConvSpec that ``conv`` makes, read off its jaxpr."""
+    """The ConvSpec that ``conv`` makes, taken from its jaxpr."""
     jaxpr = jax.make_jaxpr(lambda x, w: fused(p)(x, w))(values["x"], values["w"])
     return next(e for e in jaxpr.eqns if "spec" in e.params).params["spec"]

@@ -1,7 +1,7 @@
 """Every kernel with the fused epilogue, forced by name, on every problem: exact, or refused.
 
-The same as test_every_kernel.py for the kernels of problems that have an epilogue. Activations that
-are not exact are compared with float64, on one problem of each kernel.
+The counterpart of test_every_kernel.py for problems with an epilogue. Activations that are not
+exact are compared with float64, on one problem for each kernel.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ from jaxconv._src.conv.fused import Fused, bind
 from jaxconv._src.problem.epilogue import Epilogue
 from jaxconv._src.problem.spec import Op
 
-# Every term alone and together, every exact activation. A kernel's calls take them in turn.
+# Every term alone and all together; every exact activation. A kernel's calls cycle through them.
 EXACT = [
     Epilogue(scale=True, bias=True, residual=True, activation="relu", pre=True),
     Epilogue(scale=True, bias=True),
@@ -30,14 +30,14 @@ EXACT = [
     Epilogue(bias=True, activation="relu"),
     Epilogue(activation="relu6", pre=True),
 ]
-# What kernels take that finish a sum with its channel's scale, bias and a clamp, and nothing else.
+# The epilogues of kernels that apply only scale, bias and a clamp.
 CLAMPS = [
     Epilogue(scale=True, bias=True),
     Epilogue(bias=True, activation="relu"),
     Epilogue(scale=True, activation="relu6"),
 ]
 ROUNDED = ("gelu", "gelu_tanh", "silu", "sigmoid", "tanh", "hard_swish")
-# One rounding to the result's dtype; of float32 four units in the last place.
+# One rounding to the result's dtype; for float32, four units in the last place.
 ROUNDING = {"f32": 5e-7, "bf16": 3.95e-3, "f16": 4.9e-4}
 
 FUSED = [
@@ -59,7 +59,7 @@ def chosen_for(problem: Problem, dtype: str, form: Epilogue, instance: str, layo
 def fused_call(
     problem: Problem, dtype: str, form: Epilogue, instance: str, layout: str, repro: str, seed: int
 ) -> Prepared:
-    """The call, its operands, and what compares its results with the definition."""
+    """The call, its operands, and a function that compares its results with the definition."""
     x, w, sums = exact_operands(Op.FPROP, problem, dtype)
     terms = exact_terms(problem, form, dtype, [seed, problem.k])
     spec = problem.spec(algorithm=instance, layout=layout)
@@ -84,7 +84,7 @@ def fused_call(
 
 
 def inaccuracy(y, exact: np.ndarray, t: np.ndarray, dtype: str, repro: str) -> str:
-    """ "" within one rounding of float64, and of float32 within some units in the last place."""
+    """A complaint, or "" within one rounding of float64 (float32: some units in the last place)."""
     error = np.abs(np.asarray(y).astype(np.float64) - exact)
     share = error / (ROUNDING[dtype] * np.abs(exact) + 3e-7 * np.abs(t) + 6e-8)
     return "" if (share <= 1).all() else f"{repro}: {share.max():.3g} of the allowed error"
@@ -92,7 +92,7 @@ def inaccuracy(y, exact: np.ndarray, t: np.ndarray, dtype: str, repro: str) -> s
 
 @pytest.mark.parametrize("each", FUSED)
 def test_exact_or_refused(each):
-    """Integers whose sums are representable: any order of summation gives the same bits."""
+    """Operands are integers whose sums are exact in any order: results are compared bit by bit."""
     forced, accepted = Forced("cuda", each.name), []
     forms = CLAMPS if clamps_alone(each) else EXACT
     for problem in [*PROBLEMS, *OF_FAMILY.get(each.family, [])]:
@@ -101,7 +101,7 @@ def test_exact_or_refused(each):
         for layout in ("last", "first") if problem in REPRESENTATIVE else ("last",):
             if forced.takes(*chosen_for(problem, each.dtype, forms[0], each.name, layout)):
                 accepted.append((problem, layout))
-    # As many calls as there are problems, and at least one with each epilogue.
+    # As many calls as there are problems, but at least one for each epilogue.
     for i in range(max(len(accepted), LEAST_ACCEPTED, len(forms)) if accepted else 0):
         (problem, layout), form = accepted[i % len(accepted)], forms[i % len(forms)]
         chosen, line = chosen_for(problem, each.dtype, form, each.name, layout)
@@ -113,7 +113,7 @@ def test_exact_or_refused(each):
 
 @pytest.mark.parametrize("each", [each for each in FUSED if not clamps_alone(*each.values)])
 def test_activations(each):
-    """Those that are not exact, on one problem."""
+    """Activations that are not exact, on one problem."""
     base = Epilogue(scale=True, bias=True, residual=True)
     problem = next(
         p
@@ -130,7 +130,7 @@ def test_activations(each):
 
 @pytest.mark.gpu
 def test_auto_fuses_layers_of_every_class():
-    """Without a demanded kernel a layer's epilogue is in the convolution's kernel."""
+    """Selection takes a kernel with the epilogue for a layer of every class."""
     form = Epilogue(scale=True, bias=True, residual=True, activation="relu")
     for problem in REPRESENTATIVE:
         if problem.batch is not None:

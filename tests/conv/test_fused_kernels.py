@@ -1,4 +1,4 @@
-"""The call ``jaxconv_fused``: its kernels on one device and on many, and its handler."""
+"""The call ``jaxconv_fused``: its kernels on one device and on several, and its handler."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from jaxconv._src.conv import fused as primitive
 from jaxconv._src.problem.epilogue import Epilogue
 from jaxconv._src.problem.spec import Op
 
-# For each CPU kernel a problem that it takes; several regions of one task, rows and whole images.
+# A problem for each CPU kernel: a task with several regions of rows, or of whole images.
 OF_KERNEL = {
     "fprop_few_pixels_f32": problem("few pixels", (4, 4), 4, n=2, c=32, k=16),
     "fprop_few_outputs_f32": problem("few outputs", (33, 64), 3, n=2, c=16, k=3, padding=1),
@@ -70,7 +70,7 @@ def test_every_cpu_kernel(native_cpu, name):
 
 @pytest.mark.parametrize("dtype", ["f32", "bf16"])
 def test_a_dilated_input(native_cpu, dtype):
-    """On the CPU the transposed convolution's data gradient, followed by the epilogue."""
+    """On the CPU the call is a data gradient (transposed convolution) followed by the epilogue."""
     p = problem("dilated", (5, 4), 3, n=2, c=4, k=8, padding=2, lhs_dilation=2)
     values = operands(p, DTYPES[dtype])
     f = functools.partial(all_results, p)
@@ -80,7 +80,7 @@ def test_a_dilated_input(native_cpu, dtype):
 
 
 def drawn(rng) -> Problem | None:
-    """A random problem, or None where a tensor would be empty."""
+    """A random problem, or None if a tensor is empty."""
     rank, groups = int(rng.integers(1, 4)), int(rng.choice([1, 1, 2, 4]))
 
     def each(low, high):
@@ -104,7 +104,7 @@ def drawn(rng) -> Problem | None:
 
 
 def test_random_problems(native_cpu, seed):
-    """By a kernel with the epilogue, or apart: exact on integers."""
+    """Fused or not, results are exact on integers."""
     rng = np.random.default_rng(seed)
     taken = 0
     problems = [p for p in (drawn(rng) for _ in range(32)) if p is not None]
@@ -164,7 +164,7 @@ def collectives(text: str) -> set[str]:
 
 BIG = problem("split", (8, 8), 3, n=8, c=4, k=8, padding=1)
 GROUPED = problem("split groups", (8, 8), 3, n=8, c=4, k=8, padding=1, groups=2)
-# How x, w and y are split; the collectives of the program; whether the epilogue stays in the call.
+# The splits of x, w and y; the program's collectives; whether the epilogue is in the call.
 SPLITS = {
     "images": (BIG, Spec("a"), Spec(), Spec("a"), set(), True),
     "images and filters": (BIG, Spec("a"), Spec(None, None, None, "b"), None, set(), True),
@@ -241,7 +241,7 @@ def test_explicit_sharding(native_cpu, name):
 
 
 def test_gradients_inside_shard_map(native_cpu):
-    """The batch is split, the rest replicated: its gradients are sums over the devices."""
+    """The batch is split, the rest replicated: its gradients are summed over the devices."""
     devices = mesh()
     values = operands(BIG)
     specs = {n: Spec("a") if n in ("x", "residual") else Spec() for n in values}
@@ -326,7 +326,7 @@ def test_the_handler_refuses(native_cpu, name):
 
 
 def test_a_workspace_that_is_too_small_is_replaced(native_cpu):
-    """A program that another version exported has the workspace that it needed there."""
+    """A program exported by another version passes the workspace of that version's plan."""
     y, *_ = call_handler(native_cpu, workspace=jax.ShapeDtypeStruct((0,), np.uint8))
     t = before_activation(P, operands(P), TERMS).astype(np.float32)
     assert_exact(y, np.maximum(t, 0), "y")
@@ -350,7 +350,7 @@ def test_the_plain_handler_refuses_an_epilogue(native_cpu):
 
 
 def test_equal_bits_in_every_run(native_cpu):
-    """Statistics too, of several tasks and regions."""
+    """Also statistics, whose sums come from several tasks and regions."""
     p = OF_KERNEL["fprop_onednn_f32"]
     rng = np.random.default_rng(0)
     values = {n: rng.standard_normal(a.shape).astype(a.dtype) for n, a in operands(p).items()}

@@ -1,8 +1,8 @@
 """Random problems: the public function against lax and float64, and the primitives exactly.
 
 A problem of ``conv_general_dilated`` is a function of (seed, index): rank, axis orders, window,
-groups, dtype, data, everything. A failure prints both, and the call as one line of Python. Rerun it
-alone with ``python -m pytest tests/conv/test_fuzz.py --seed SEED --problem INDEX``.
+groups, dtype, and data. A failure prints both, and the call as one line of Python. To run one
+problem alone: ``python -m pytest tests/conv/test_fuzz.py --seed SEED --problem INDEX``.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from problems import DTYPES
 import jaxconv
 from jaxconv._src.problem.spec import Op
 
-# With --slow; else as many as --random says, a sixth of them of overridden lax.
+# Numbers with --slow. Without it --random gives the number; a sixth are calls of overridden lax.
 COUNT, OVERRIDDEN_COUNT = 2000, 500
 PRIMITIVE_COUNT = (48, 480)
 PER_CHUNK = 15
@@ -44,7 +44,7 @@ PER_PRIMITIVE_TEST = 8
 
 
 def pytest_generate_tests(metafunc):
-    """Splits the problems into tests of a few, which pytest-xdist spreads over processes."""
+    """Splits the problems into small tests, which pytest-xdist distributes over processes."""
     one = metafunc.config.getoption("problem")
     random = metafunc.config.getoption("random")
     for name, few, many, size in (
@@ -105,7 +105,7 @@ def _test_calls(side: Side, indices, seed, record_property):
 
 
 def test_the_judgement_sees_what_is_wrong():
-    """Results off by a factor, and a call that is not taken, whatever the problem."""
+    """The judge finds results off by a factor, and a refused call, on any problem."""
 
     def off_by(factor):
         return Side(lambda *a, **p: lax.conv_general_dilated(*a, **p) * factor)
@@ -126,12 +126,12 @@ def test_the_judgement_sees_what_is_wrong():
             assert bool(complaints) == (side is not OURS), call.line()
 
 
-@pytest.mark.filterwarnings("ignore:divide by zero")  # lax, where a stride is made 0
+@pytest.mark.filterwarnings("ignore:divide by zero")  # from lax, if a stride is 0
 def test_conv_general_dilated_agrees_with_lax(native_cpu, chunk, seed, record_property):
     _test_calls(OURS, chunk, seed, record_property)
 
 
-@pytest.mark.filterwarnings("ignore:divide by zero")  # lax, where a stride is made 0
+@pytest.mark.filterwarnings("ignore:divide by zero")  # from lax, if a stride is 0
 def test_overridden_lax_agrees_with_lax(native_cpu, overridden_chunk, seed, record_property):
     side = Side(lax.conv_general_dilated, jaxconv.override)
     _test_calls(side, overridden_chunk, seed, record_property)

@@ -1,4 +1,4 @@
-"""``algorithm="im2col"``: the textbook baseline, right everywhere and as large as its formula."""
+"""``algorithm="im2col"``, the textbook baseline: correct, and as much memory as documented."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_gradients_of_any_order_and_vmap(platform):
 @pytest.mark.parametrize("op", Op)
 @pytest.mark.parametrize("name", ["5x5", "dilation", "stride_and_tail", "groups"])
 def test_memory_is_that_of_the_formula(op, name):
-    """The matrix of windows, and what putting it together, or adding it up, holds beside it."""
+    """Memory for the matrix of windows, and for assembling it or adding it up (dgrad)."""
     problem = BY_NAME[name]
     spec = problem.spec(algorithm="im2col")
     lhs, rhs, _ = exact_operands(op, problem, "f32")
@@ -81,7 +81,7 @@ def test_memory_is_that_of_the_formula(op, name):
 
 @pytest.mark.parametrize("seed", range(8))
 def test_cropping(seed):
-    """Negative padding with strides and dilations, to the last element; against XLA's fallback."""
+    """Negative padding with strides and dilations, compared with XLA's convolution."""
     rng = np.random.default_rng(seed)
     extent, window, stride, lhs_dilation, dilation = rng.integers(1, (7, 4, 4, 4, 3), (2, 5)).T
     low = rng.integers(-4, 4, 2)

@@ -1,4 +1,4 @@
-"""Short runs of the programs that are meant to run for hours, and what they call a failure."""
+"""Short runs of the programs that may run for hours, and of their failure checks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_memory_is_flat_over_repeated_shapes(native_cpu):
     assert json.loads(done.stdout.splitlines()[-1])["calls"] == 360
 
 
-@pytest.mark.slow  # a quarter of an hour
+@pytest.mark.slow  # takes a quarter of an hour
 def test_memory_is_flat_over_changing_shapes(native_cpu):
     command = [sys.executable, memory_flat.__file__, "--calls", "20000"]
     done = subprocess.run(command, capture_output=True, text=True)
@@ -64,12 +64,12 @@ def test_random_problems_are_recorded_once(native_cpu, tmp_path, capsys):
 
 
 def test_runs_are_summed_up_by_their_sources(tmp_path, capsys):
-    first = dict(seed=1, problems=10, wrong=2)  # of before sources were recorded
+    first = dict(seed=1, problems=10, wrong=2)  # without a hash of its sources
     mended = dict(seed=2, problems=7, wrong=0, sources=FUZZ.sources())
     other = dict(seed=3, problems=5, wrong=1, sources={"kernels": "0" * 12, "python": "1" * 12})
     path = tmp_path / "record.json"
     path.write_text(json.dumps([first, other]))
-    assert fuzz_record.total(FUZZ, str(path)) == 1  # no run on these sources
+    assert fuzz_record.total(FUZZ, str(path)) == 1  # no run has these sources
     path.write_text(json.dumps([first, mended, other]))
     assert fuzz_record.total(FUZZ, str(path)) == 0
     lines = capsys.readouterr().out.splitlines()[-5:]

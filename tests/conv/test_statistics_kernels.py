@@ -1,6 +1,6 @@
-"""Statistics of a result in the kernels that form them: every one, past its first tile, and again.
+"""Every kernel that computes statistics of its result: beyond the first tile, and run twice.
 
-The problems are those of ``steady_problems``: three tiles a CTA, tails along both axes.
+The problems are those of ``steady_problems``: three tiles for each CTA, tails along both axes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ FUSED = [
 
 
 def forms_them(each: Instance) -> bool:
-    """Whether the kernel is one that should: ``HasStatistics`` of igemm_wgmma's plan."""
+    """Whether the kernel should compute statistics: ``HasStatistics`` of igemm_wgmma's plan."""
     if "swap_ab" in each.variant:
         return True
     form = "pingpong" in each.variant or "pointwise" in each.variant
@@ -49,7 +49,7 @@ def test_some_kernels_form_them():
 @pytest.mark.gpu
 @pytest.mark.parametrize("each", FUSED, ids=[each.name for each in FUSED])
 def test_three_tiles_a_cta(each):
-    """Exact results, statistics as of float64, and the same bits in a second run."""
+    """Exact results, statistics close to float64, and the same bits in a second run."""
     skip_on_other_devices(each)
     accepted = 0
     for which in gather_problems(each):
@@ -88,7 +88,7 @@ def test_three_tiles_a_cta(each):
 @pytest.mark.parametrize("dtype", ["bf16", "f16"])
 @pytest.mark.parametrize("ratio", [0, 1, 3, 10, 100, 1000])
 def test_a_large_mean_costs_no_digits(dtype, ratio):
-    """A filter's bias channel: y is (x, mean) . (w, 1), of deviation 7.5, as it is rounded."""
+    """A channel of ones adds a mean: y = (x, mean) . (w, 1), with a standard deviation of 7.5."""
     rng = np.random.default_rng(0)
     mean = 7.5 * ratio
     x = np.concatenate(

@@ -1,6 +1,6 @@
-"""Persistent kernels past their first tile: at least three tiles a CTA, and split-K slices.
+"""Persistent kernels beyond their first tile: at least three tiles a CTA, and split-K slices.
 
-The ring of stages, its phase bits and the consumers' turns then carry over from tile to tile.
+The ring of stages, its phase bits and the order of the consumers carry over from tile to tile.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def test_three_tiles_a_cta(each):
 
 
 def unsplittable(each: Instance) -> bool:
-    """Whether the kernel sums every output in one CTA."""
+    """Whether the kernel computes every output in one CTA."""
     if each.family in ("igemm_simt", "few_channels", *HALO_BOX):
         return each.op != "wgrad"
     if each.family in (*kernel_tables.INT8_FAMILIES, "winograd"):
@@ -80,7 +80,7 @@ SPLIT = [each for each in INSTANCES if not unsplittable(each)]
 
 
 def _call_with_slices(each: Instance, which: Problem, slices: int, chosen, line: str):
-    """The custom call as the lowering makes it, but with so many slices."""
+    """The custom call as the lowering makes it, but with ``slices`` slices."""
     op = Op(each.op)
     result = which.canonical_shape(op.roles[2])
     partial = 4 * slices * int(np.prod([*result[:-2], result[-2] + 16, result[-1] + 16]))
@@ -104,7 +104,7 @@ def _call_with_slices(each: Instance, which: Problem, slices: int, chosen, line:
 @pytest.mark.gpu
 @pytest.mark.parametrize("each", SPLIT, ids=ids(SPLIT))
 def test_split_k_slices(each):
-    """More slices than selection takes where it sees no use in them, and CTAs with several."""
+    """More slices than selection would choose, and CTAs that process several slices."""
     skip_on_other_devices(each)
     which, numbers = split_problem(each)
     chosen, line = _selection(each, which, "last")
@@ -115,7 +115,7 @@ def test_split_k_slices(each):
         except jax.errors.JaxRuntimeError as error:
             if "slices: " not in str(error):
                 raise
-            continue  # that many would be too short, or leave one empty
+            continue  # such slices would be too short, or one empty
         _check(each, which, actual, f"{line}, {slices} slices")
         return
     pytest.fail(f"no number of slices is accepted, of {numbers}")

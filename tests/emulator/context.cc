@@ -37,10 +37,10 @@ extern "C" void jaxconv_emulator_switch(void** save, void* load);
 namespace emulator {
 
 void Prepare(Context* context, unsigned char* stack, void (*entry)()) {
-  // The thread that had the stack before did not return from its frames.
+  // The thread that used this stack before never returned from its frames.
   ASAN_UNPOISON_MEMORY_REGION(stack, kStackBytes);
   auto** top = reinterpret_cast<void**>(stack + kStackBytes);
-  *--top = nullptr;  // the entry does not return; this keeps the stack aligned as after a call
+  *--top = nullptr;  // no return address; aligns the stack as after a call
   *--top = reinterpret_cast<void*>(entry);
   for (int i = 0; i < 6; ++i) *--top = nullptr;
   context->stack_pointer = top;

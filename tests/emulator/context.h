@@ -1,4 +1,4 @@
-// Switching from one stack to another: what the emulator's threads, which are fibers, run on.
+// Switches between stacks: each thread of the emulator is a fiber with a stack of its own.
 #ifndef JAXCONV_TESTS_EMULATOR_CONTEXT_H_
 #define JAXCONV_TESTS_EMULATOR_CONTEXT_H_
 
@@ -8,7 +8,7 @@ namespace emulator {
 
 constexpr size_t kStackBytes = 512 << 10;
 
-// Where a waiting thread's registers lie: on its stack.
+// The state of a suspended fiber. Its registers are saved on its stack.
 struct Context {
   void* stack_pointer = nullptr;
 };

@@ -1,4 +1,4 @@
-// Tensor maps: what the driver encodes, for the emulator, with the driver's conditions.
+// Tensor maps for the emulator: encodes them and checks what the driver checks.
 #ifndef JAXCONV_TESTS_EMULATOR_CUDA_H_
 #define JAXCONV_TESTS_EMULATOR_CUDA_H_
 
@@ -40,13 +40,13 @@ struct alignas(64) CUtensorMap {
 
 namespace emulator {
 
-// A CUtensorMap's contents. Dimensions run innermost first; those of interleave 32B leave out the
-// 32 bytes of a channel block.
+// The contents of a CUtensorMap. The innermost dimension comes first. With interleave 32B, the 32
+// bytes of a channel block are not a dimension.
 struct TensorMap {
   uint64_t address;
   uint64_t stride[5];  // bytes
   uint32_t extent[5];
-  uint16_t box[5];  // tiled: elements; im2col: box[0] bytes of a pixel, box[1] pixels
+  uint16_t box[5];  // tiled: elements; im2col: box[0] bytes a pixel, box[1] pixels
   int16_t lower[3], upper[3];
   uint8_t step[5];
   uint8_t rank, element_bytes, swizzle_bytes;
@@ -60,7 +60,7 @@ inline TensorMap MapOf(const CUtensorMap& map) {
   return contents;
 }
 
-// What both kinds of map have. False: the driver would refuse.
+// Encodes the fields of both kinds of map. Returns false if the driver would refuse them.
 inline bool EncodeCommon(TensorMap* map, CUtensorMapDataType type, uint32_t rank,
                          const void* address, const cuuint64_t* extent, const cuuint64_t* stride,
                          const cuuint32_t* step, CUtensorMapInterleave interleave,

@@ -1,4 +1,4 @@
-// What device code and its launches use of CUDA's headers, for the emulator.
+// The part of CUDA's headers that device code and its launches use, for the emulator.
 #ifndef JAXCONV_TESTS_EMULATOR_CUDA_RUNTIME_H_
 #define JAXCONV_TESTS_EMULATOR_CUDA_RUNTIME_H_
 
@@ -15,7 +15,7 @@
 #include "ptx.h"
 #include "ptx_sm90.h"
 
-// __shared__ and asm are left to translate.py.
+// translate.py rewrites __shared__ and asm.
 #define __device__
 #define __global__
 #define __host__
@@ -83,7 +83,7 @@ To BitCast(From from) {
   std::memcpy(&to, &from, sizeof(to));
   return to;
 }
-// To the nearest, ties to even; saturates, NaN gives 0.
+// Rounds to nearest, ties to even. Saturates; NaN gives 0.
 inline int32_t RoundToInt(double value) {
   if (!(value == value)) return 0;
   if (value <= -2147483648.0) return INT32_MIN;
@@ -103,7 +103,7 @@ inline float __fsub_rn(float a, float b) { return a - b; }
 inline float __fmul_rn(float a, float b) { return a * b; }
 inline float __fdiv_rn(float a, float b) { return a / b; }
 inline float __fmaf_rn(float a, float b, float c) { return fmaf(a, b, c); }
-// Down. The product is exact in double, the sum rounds: the float below it, or itself.
+// Rounds down. The product is exact in double; the sum rounds to `nearest` or the float below it.
 inline float __fmaf_rd(float a, float b, float c) {
   const double sum = double{a} * b + c;
   const auto nearest = static_cast<float>(sum);
@@ -153,7 +153,7 @@ void __stcg(T* to, T value) {
   *to = value;
 }
 
-// Nothing interrupts one.
+// Fibers switch only where they wait, so an atomic operation is a plain read and write.
 #define JAXCONV_ATOMIC(name, ...)                       \
   template <typename T, typename U>                     \
   T name(T* at, U operand) {                            \
@@ -213,7 +213,7 @@ T ShuffleFrom(const char* what, unsigned mask, T value, int from) {
   });
   return shuffle.result;
 }
-// body(all values) for every lane.
+// Combines the values of all lanes; every lane gets the result.
 template <typename T, typename Combine>
 T Reduce(const char* what, unsigned mask, T value, Combine) {
   OverLanes(what, mask, &value, [](void** lanes) {
@@ -315,8 +315,8 @@ inline int __all_sync(unsigned mask, int predicate) {
   return emulator::Reduce("__all_sync", mask, int{predicate != 0}, emulator::AndOf());
 }
 
-// The runtime: one device, an H200, whose streams do everything at once. It has no clock: events
-// and graphs are there so that programs compile.
+// The runtime: one device, an H200, whose streams execute everything at once. There is no clock:
+// events and graphs exist only so that programs compile.
 enum cudaError_t { cudaSuccess = 0, cudaErrorInvalidValue = 1, cudaErrorNotSupported = 801 };
 inline const char* cudaGetErrorString(cudaError_t error) {
   return error == cudaSuccess ? "no error" : "not in the emulator";
@@ -398,7 +398,7 @@ inline cudaError_t cudaGetDriverEntryPointByVersion(const char* name, void** add
   return *address == nullptr ? cudaErrorInvalidValue : cudaSuccess;
 }
 struct cudaFuncAttributes {
-  size_t sharedSizeBytes = 0;  // static: the end of a CTA checks the sum
+  size_t sharedSizeBytes = 0;  // static part: a CTA's total is checked when it ends
 };
 template <typename Kernel>
 cudaError_t cudaFuncGetAttributes(cudaFuncAttributes*, Kernel) {
@@ -446,7 +446,7 @@ void RunKernel(const Grid& grid, void (*kernel)(Params...), const std::tuple<Par
 inline Grid GridOf(const dim3& grid, const dim3& threads, size_t shared_bytes, unsigned cluster) {
   return {grid.x, grid.y, grid.z, threads.x, threads.y, threads.z, shared_bytes, cluster};
 }
-// kernel<<<grid, threads, shared_bytes, stream>>>
+// kernel<<<grid, threads, shared_bytes, stream>>>(...)
 template <typename... Params>
 auto Chevrons(void (*kernel)(Params...), dim3 grid, dim3 threads, size_t shared_bytes = 0,
               cudaStream_t = nullptr) {

@@ -1,4 +1,4 @@
-"""The emulator's programs as tests build them, and what they compute of operands in files."""
+"""Builds the emulator's programs for tests, and runs them on operands from files."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ import pytest
 
 @contextlib.contextmanager
 def building() -> Iterator[pathlib.Path]:
-    """The folder that programs are built in; skips where the emulator does not run.
+    """Yields the folder that programs are built in; skips where the emulator does not run.
 
-    While one process builds, others wait, and find the objects made.
+    One process builds at a time; the others wait, and then find the objects.
     """
     if host_build.compiler() is None:
         pytest.skip("no C++ compiler: none of g++, c++ and clang++ is on PATH")
@@ -34,7 +34,7 @@ def building() -> Iterator[pathlib.Path]:
 
 
 def run(program: pathlib.Path, instance: str, key: str, *options: str) -> None:
-    """Runs an instance on a problem; fails where the program does."""
+    """Runs an instance on a problem; fails if the program does."""
     command = [str(program), instance, key, *options]
     ran = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
     assert ran.returncode == 0, f"{command}\n{ran.stdout}{ran.stderr}"
@@ -50,14 +50,14 @@ def computed(
     folder: pathlib.Path,
     *options: str,
 ) -> np.ndarray:
-    """What an instance computes of two operands: the result's elements in one row.
+    """Runs an instance on two operands; returns the result's elements as a vector.
 
     Args:
-        program: of ``host_build.build``.
+        program: a program that ``host_build.build`` made.
         instance, key: the kernel and the problem.
         lhs, rhs: the operands, of the problem's types and shapes.
-        dtype: the result's.
-        folder: an empty one, for the arrays' files.
+        dtype: the type of the result.
+        folder: an empty folder for the arrays' files.
         options: further arguments of the program.
     """
     files = {name: folder / name for name in ("lhs", "rhs", "out")}

@@ -14,9 +14,9 @@ from problems import Problem, problem
 
 from jaxconv._src.problem.spec import Op
 
-# Families of which every line of the table runs.
+# The emulator runs every line of these families' tables.
 WHOLE = ("block_diagonal", "depthwise", "winograd", "winograd_int8")
-# Whose line fprop has too, but whose steps are others.
+# dgrad instances whose line of the table is tested as fprop, but whose walk has other steps.
 ALSO = ("dgrad_depthwise_bf16_4ch_5x5_stride2_walk",)
 
 DEPTHWISE = [
@@ -31,12 +31,13 @@ DEPTHWISE = [
     problem("toeplitz_17", (10, 20), (3, 15), c=24, k=24, groups=24, padding=((0, 2), (7, 7))),
     problem("toeplitz_33", (5, 33), (5, 31), n=1, c=16, k=16, groups=16, padding=(2, 15)),
     problem("toeplitz_33_wide", (11, 67), (3, 33), n=1, c=16, k=16, groups=16, padding=(1, 16)),
-    # Two products of 32 rows, three tiles of a CTA; two tiles of rows, windows that are not even.
+    # Two products of 32 rows, three tiles for each CTA; two tiles of rows, windows of even sizes.
     problem("toeplitz_33_wgmma", (37, 20), (19, 31), n=3, c=8, k=8, groups=8, padding=(9, 15)),
     problem(
         "toeplitz_33_wgmma", (60, 13), (4, 15), c=16, k=16, groups=16, padding=((2, 1), (6, 8))
     ),
-    # Parts of 16 rows and columns of taps, two strips, rows of zeros between those of x.
+    # The filter is split into parts of 16 rows and columns; two strips; zero rows between those of
+    # x.
     problem("hankel_16x16", (10, 40), (18, 17), c=16, k=16, groups=16, padding=((9, 8), (3, 13))),
     problem(
         "hankel_16x16",
@@ -49,7 +50,7 @@ DEPTHWISE = [
         lhs_dilation=(2, 1),
         batch=2,
     ),
-    # Five images, and a depth of two taps: a CTA has several tiles.
+    # Five images, and filters of two planes: a CTA has several tiles.
     problem("hankel_32x32", (24, 34), 31, n=5, c=8, k=8, groups=8, padding=15),
     problem(
         "hankel_32x32",
@@ -61,35 +62,35 @@ DEPTHWISE = [
         padding=((1, 0), (4, 4), (9, 10)),
     ),
 ]
-# For instances that copy by TMA: channels in multiples of 8, several tiles for each CTA, tiles of
-# several images, a batch of filters.
+# For instances that load by TMA: channels in multiples of 8, several tiles for each CTA, tiles that
+# span several images, a batch of filters.
 DEPTHWISE_TMA = [
     problem("3x3", (9, 31), 3, n=3, c=72, k=72, groups=72, padding=1),
     problem("3x3", 7, 3, n=3, c=40, k=40, groups=40, padding=((0, 2), (1, 1)), batch=2),
     problem("3x3_stride2", (9, 44), 3, n=3, c=72, k=72, groups=72, padding=1, stride=2),
     problem("5x5", (15, 20), 5, n=3, c=40, k=40, groups=40, padding=((0, 4), (2, 1))),
     problem("7x7", (9, 30), 7, n=5, c=40, k=40, groups=40, padding=3),
-    # Windows that lie outside of the image, several images and filters.
+    # Windows that lie outside the image; several images and filters.
     problem("7x7", (3, 12), 7, n=9, c=40, k=40, groups=40, padding=((8, 7), (3, 2))),
     problem("5x5", (2, 70), 5, n=3, c=72, k=72, groups=72, padding=2, batch=2),
     problem("1x3", (2, 131), (1, 3), c=136, k=136, groups=136, padding=(0, 1)),
     problem("1x4", (1, 333), (1, 4), c=72, k=72, groups=72, padding=((0, 0), (3, 0))),
 ]
-# In addition for walks: parts of a map's rows, windows at odd rows, a batch of filters.
+# For "walk" instances also: parts of an image's rows, windows at odd rows, a batch of filters.
 DEPTHWISE_WALK = [
     problem("3x3_stride2", (37, 13), 3, c=16, k=16, groups=16, padding=(0, 1), stride=2, batch=2),
     problem("5x5_stride2", (38, 15), 5, c=40, k=40, groups=40, padding=((1, 2), 2), stride=2),
     problem("5x5_stride2", (9, 12), 5, c=24, k=24, groups=24, padding=(2, 1), stride=2, batch=2),
 ]
-# In addition for pairs of taps: tiles of two images, with one image missing in the last.
+# For "pairs" instances (pairs of taps) also: tiles of two images; the last tile has only one.
 DEPTHWISE_PAIRS = [problem("3x3", (20, 7), 3, n=3, c=72, k=72, groups=72, padding=1)]
-# Problems that other instances refuse: dilation, two outputs of each channel, dilated inputs.
+# Only "any" instances accept these: dilation, two outputs for each channel, dilated inputs.
 DEPTHWISE_ANY = problem(
     "any", (7, 9), (3, 2), c=34, k=68, groups=34, padding=1, dilation=(1, 2), lhs_dilation=(2, 1)
 )
 
-# A tile has 64 channels, of float32 32: tails, and groups of 4 and 16, of 8 and 32 where a block
-# has as many.
+# A tile has 64 channels (32 in float32). The keys are the widths of a block; groups have 4 to 32
+# channels, at most the block's width. Channels leave tails.
 BLOCK_DIAGONAL = {
     8: [
         problem("3x3", (9, 19), 3, c=72, k=72, groups=18, padding=1),
@@ -108,48 +109,48 @@ BLOCK_DIAGONAL = {
         problem("strided", (9, 8), (3, 3), c=64, k=64, groups=8, padding=1, stride=(1, 2)),
     ],
 }
-# Tiles of the maps of several images.
+# Tiles that consist of whole images.
 BLOCK_DIAGONAL_MAPS = problem("maps", (5, 6), 3, n=24, c=72, k=72, groups=9, padding=1)
-# For runs of seven rows (TMA): tails of rows and of columns, padding that two rows share, filters
-# of a batch.
+# For "7rows" and "rows" instances (TMA): tails of rows and of columns, padding that two rows share,
+# batched filters.
 BLOCK_DIAGONAL_RUNS = [
     problem("runs", (9, 15), 3, n=3, c=72, k=72, groups=18, padding=1),
     problem("cropped", (16, 36), 3, c=64, k=64, groups=4, padding=((0, 2), (-1, 3))),
     problem("batched", (7, 7), 3, c=64, k=64, groups=32, padding=1, batch=2),
 ]
-# For rows of 64 pixels: two tiles of columns, several images of which the last tile lacks some,
-# whose rows share their padding or do not.
+# For "rows" instances (tiles of 64 pixels): two tiles of columns; tiles of several images, the last
+# one partial, whose rows share their padding or do not.
 BLOCK_DIAGONAL_ROWS = [
     problem("columns", (5, 70), 3, n=2, c=72, k=72, groups=9, padding=1),
     problem("images", (6, 13), 3, n=9, c=64, k=64, groups=2, padding=((1, 0), (2, 2))),
     problem("shared", (7, 7), 3, n=9, c=72, k=72, groups=36, padding=1),
 ]
-# For the two phases of stride 2, that padding shifts.
+# For "stride2" instances: the parity of the padding decides the two residue classes.
 BLOCK_DIAGONAL_STRIDED = [
     problem("odd", (18, 37), 3, n=3, c=72, k=72, groups=18, padding=1, stride=2),
     problem("even", (14, 20), 3, c=64, k=64, groups=4, padding=((0, 1), (-2, 3)), stride=2),
     problem("mixed", (9, 58), 3, c=64, k=64, groups=32, padding=((2, 0), (1, 0)), stride=2),
 ]
-# Two parts of a filter row.
+# For instances with any filter size: a filter row in two parts.
 BLOCK_DIAGONAL_ANY = problem("any", (7, 9), (2, 6), c=24, k=24, groups=12, padding=2, dilation=2)
 
 WINOGRAD = [
-    # Three k-blocks of 64 channels, the last of them of 8.
+    # Three k-blocks of 64 channels; the last has only 8.
     problem("tails", (9, 7), 3, n=1, c=136, k=40, padding=1),
     problem("groups", (5, 14), 3, n=1, c=48, k=32, groups=2, padding=((0, 2), (3, 1))),
 ]
-# A group of fused_row has whole blocks of 64 channels; a cluster has a tile in each group.
+# Groups of fused_row consist of whole 64-channel blocks; a cluster has a tile in each group.
 WINOGRAD_ROWS = problem("rows", (5, 14), 3, n=1, c=128, k=128, groups=2, padding=((0, 2), (3, 1)))
-# Pairs of tiles along the rows of V (fprop) and of U (dgrad): output channels in multiples of 16.
+# Pairs of tiles along V's rows (fprop) and U's (dgrad): output channels in multiples of 16.
 WINOGRAD_PINGPONG = [
     problem("tails", (9, 7), 3, n=1, c=144, k=48, padding=1),
     problem("groups", (5, 14), 3, n=1, c=64, k=32, groups=2, padding=((0, 2), (3, 1))),
     problem("several_tiles", (11, 34), 3, n=7, c=80, k=272, padding=1),
 ]
-# One k-block of 32 channels and most of another: V of all channels is in shared memory.
+# One full k-block of 32 channels and a partial one: V of all channels is in shared memory.
 WINOGRAD_FEW = problem("tails", (9, 7), 3, n=1, c=56, k=40, padding=1)
 
-# Tails of tiles; the last, several tiles of the products a CTA.
+# Partial tiles; the last problem has several GEMM tiles for each CTA.
 WINOGRAD_INT8 = [
     (problem("tails", (9, 7), 3, n=2, c=96, k=160, padding=((1, 1), (0, 3))), ""),
     (problem("nchw32", (7, 18), 3, n=1, c=64, k=32, padding=((2, 2), (-1, 1))), ""),
@@ -157,14 +158,14 @@ WINOGRAD_INT8 = [
 ]
 
 DENSE = problem("3x3", (7, 9), 3, c=24, k=40, padding=1)
-# Three tiles a consumer.
+# Three tiles for each consumer warpgroup.
 SEVERAL_TILES = problem("3x3_tiles", (9, 11), 3, n=11, c=16, k=24, padding=1)
 PADDED_TILES = problem("3x3_padded", (9, 11), 3, n=15, c=64, k=40, padding=1)
 STRIDED = problem("3x3_stride2", (8, 7), 3, c=16, k=72, padding=1, stride=2)
 POINTWISE = problem("1x1", (5, 7), 1, c=72, k=24)
-# Three tiles of 256 pixels a CTA.
+# Three tiles of 256 pixels for each CTA.
 POINTWISE_PIXELS = problem("1x1_pixels", (37, 35), 1, n=1, c=72, k=24)
-# Several tiles a CTA: a consumer tells the other that they have ended.
+# Several tiles for each CTA: one consumer tells the other that there are no more.
 POINTWISE_TILES = problem("1x1_tiles", (15, 15), 1, n=2, c=64, k=264)
 POINTWISE_GROUPS = problem("1x1_groups", (7, 9), 1, n=3, c=128, k=144, groups=2)
 POINTWISE_FEW = problem("1x1_few", (15, 15), 1, n=7, c=72, k=40)
@@ -172,15 +173,15 @@ ODD = problem("odd_channels", (6, 5), 3, c=5, k=7, padding=1)
 GROUPS = problem("groups", (6, 5), 3, c=16, k=32, groups=2, padding=1)
 WIDE = problem("wide_groups", (6, 5), 3, c=128, k=64, groups=2, padding=1)
 WIDE_TILES = problem("wide_tiles", (6, 5), 3, c=40, k=96, padding=1)
-# Folded columns: pixels of 24 channels; folded rows.
+# Folded columns (pixels of 24 channels), and folded rows.
 PATCHES = problem("patches", (8, 20), 4, c=6, k=24, stride=4)
 PATCHES_MANY = problem("patches", (32, 24), (16, 8), n=40, c=3, k=136, stride=(16, 8))
 IMAGE = problem("stem", (20, 24), 7, n=1, c=3, k=24, stride=2, padding=3)
-# A row of 11 x 3 elements; pairs of channels under taps that lie apart.
+# A filter row has 11 x 3 elements; some channel pairs belong to taps that lie apart.
 IMAGE_WIDE = problem("stem_11x11", (32, 64), 11, n=3, c=3, k=24, stride=4, padding=((2, 2), (3, 2)))
 NARROW = problem("narrow", (20, 70), (3, 2), n=2, c=72, k=3, padding=((1, 1), (0, 2)))
 IMAGE_DILATED = problem("dilated", (20, 40), 3, n=2, c=2, k=24, dilation=(2, 3))
-# Rows that are no multiple of 16 bytes, a last tile that ends in a block, and padding that cuts.
+# Rows of no multiple of 16 bytes, a last tile that ends within a block, negative padding.
 IMAGE_CUT = problem("stem_cut", (21, 37), 7, c=3, k=68, stride=2, padding=((-2, 0), (1, -1)))
 IMAGE_ODD = problem("stem_odd", (20, 24), 7, n=1, c=3, k=37, stride=2, padding=3)
 EIGHT_BIT = [
@@ -188,7 +189,7 @@ EIGHT_BIT = [
     problem("nchw32", (6, 9), 3, n=1, c=64, k=32, padding=1),
 ]
 EIGHT_BIT_PARTIAL = problem("nhwc_partial", (6, 5), 3, n=1, c=160, k=32, padding=1)
-# Several tiles a CTA.
+# Several tiles for each CTA.
 EIGHT_BIT_TILES = [
     problem("nhwc", (11, 10), 3, n=7, c=32, k=160, padding=1),
     problem("nchw32", (13, 22), 3, n=5, c=64, k=64, padding=1),
@@ -286,7 +287,7 @@ OTHERS = {
     "fprop_imma_wgmma_u8_224x64x128_swap_ab_weight_stationary": EIGHT_BIT_TILES[1:],
 }
 
-# With the fused epilogue: the kernels' stores, whose words choose among the ways through them.
+# With the fused epilogue. The words of the key choose among the kernel's store paths.
 EPILOGUES = {
     "fprop_igemm_wgmma_bf16_128x128x64_cooperative": [
         (STRIDED, "scale bias residual relu pre", ""),
@@ -308,7 +309,7 @@ EPILOGUES = {
         (WIDE, "scale residual silu pre", ""),
     ],
     "fprop_igemm_wgmma_f16_224x64x64_swap_ab_filter_row": [(DENSE, "bias residual relu", "")],
-    # Pixels of the padding are no outputs.
+    # Pixels of the padding produce no outputs.
     "fprop_igemm_wgmma_bf16_192x64x64_swap_ab_weight_stationary": [
         (PADDED_TILES, "statistics", "offset=3"),
     ],
@@ -390,12 +391,12 @@ class Case:
 
 
 def lines_of(family: str) -> list[str]:
-    """One instance of every line of a table: its operations and types in turn."""
+    """One instance of every line of a table. Operations and types alternate."""
     lines: dict[tuple[str, ...], list[str]] = {}
     for name, (of, _, _, *line) in host_build.forms().items():
         if of == family and not name.endswith("_fused"):
             lines.setdefault(tuple(line), []).append(name)
-    # From the front and from the back in turn: neighbouring lines differ in operation and type.
+    # Takes names alternately from the front and the back: neighbours differ in operation and type.
     return [names[(-i if i % 2 else i) % len(names)] for i, names in enumerate(lines.values())]
 
 
@@ -414,7 +415,7 @@ def problems_of_depthwise(instance: str) -> Iterator[tuple[Problem, str]]:
         yield from ((p, "") for p in DEPTHWISE_TMA + DEPTHWISE_WALK if p.name == of_name)
         return
     for p in [*DEPTHWISE, DEPTHWISE_ANY]:
-        # dgrad of a stride also takes kernels that put zeros into dy's box.
+        # A strided dgrad also runs on stride-1 kernels, which dilate dy with zeros.
         names = {p.name, p.name.removesuffix("_stride2") if op == "dgrad" else p.name}
         long = p.name.startswith(("toeplitz", "hankel"))
         general = filter_and_stride == "any" and p.window != (3, 3) and not long
@@ -451,7 +452,7 @@ def problems_of_block_diagonal(instance: str) -> Iterator[tuple[Problem, str]]:
 
 def problems_of_winograd(instance: str) -> Iterator[tuple[Problem, str]]:
     if "_pingpong" in instance:
-        # Every one of several tiles takes a second: once.
+        # A problem of several tiles takes a second, so it runs for one tile only.
         several = "_4x4_four_stage_128x128" in instance and "_f32_" not in instance
         for p in WINOGRAD_PINGPONG if several else WINOGRAD_PINGPONG[:2]:
             yield p, ""
@@ -499,7 +500,7 @@ def cases() -> Iterator[Case]:
 
 CASES = list(cases())
 
-# One reader of prepared filters for each tile, and the fused form.
+# Instances that read prepared filters: one for each tile, and the fused form.
 READERS = [
     next(n for n in host_build.forms() if n.startswith("fprop_winograd_") and part in n)
     for part in (
@@ -512,13 +513,13 @@ READERS = [
     )
 ]
 
-# It multiplies bfloat16 operands by constants.
+# This instance scales bfloat16 operands by constants.
 ASSUMING = "fprop_winograd_bf16_4x4_four_stage_128x160x64_pingpong_half"
 
 
 @pytest.fixture(scope="session")
 def programs() -> dict[bool | str, pathlib.Path]:
-    """The programs of the instances of 8-bit operands (True), of the others, of the passes."""
+    """The programs by kind: 8-bit instances (True), other instances (False), passes ("passes")."""
     sources: list[tuple[bool | str, pathlib.Path, list[str]]] = [
         ("passes", host_build.TESTS / "cc" / "pass_check.cu", []),
         (True, host_build.TESTS / "cc" / "int8_check.cu", []),

@@ -33,7 +33,7 @@ uint3 blockIdx, threadIdx;
 namespace emulator {
 namespace {
 
-// Addresses in a CTA's shared memory: the first one, and the distance between variables.
+// The address of the first variable in a CTA's shared memory, and the gap between variables.
 constexpr size_t kFirst = 1024, kGap = 256;
 constexpr size_t kMostShared = 232448;  // of a CTA, sm_90
 constexpr size_t kStaticShared = 65536;
@@ -45,14 +45,14 @@ Context scheduler;
 void* scheduler_sanitizer_stack = nullptr;
 const void* scheduler_stack = nullptr;
 size_t scheduler_stack_bytes = 0;
-std::vector<std::unique_ptr<Cta>> ctas;  // of the cluster that runs
+std::vector<std::unique_ptr<Cta>> ctas;  // of the running cluster
 std::vector<std::function<void()>> under_way;
 int cluster_arrived = 0;
 uint64_t cluster_generation = 0;
 int cluster_id = 0;
 void (*thread_body)(const void*) = nullptr;
 const void* thread_arguments = nullptr;
-std::map<void*, std::pair<void*, size_t>> allocations;  // to the mapped pages
+std::map<void*, std::pair<void*, size_t>> allocations;  // data -> its mapped pages
 uint32_t seed = [] {
   const char* const text = std::getenv("EMULATOR_SEED");
   return text == nullptr ? 0 : static_cast<uint32_t>(std::atoi(text));
@@ -148,7 +148,7 @@ std::unique_ptr<Cta> MakeCta(const Grid& grid, int rank, uint3 index) {
   cta->dynamic_bytes = grid.shared_bytes;
   static auto& memories = *new std::vector<unsigned char*>;  // by rank; never freed
   while (memories.size() <= static_cast<size_t>(rank)) {
-    // The size must be a multiple of the alignment.
+    // aligned_alloc requires a multiple of the alignment.
     const size_t bytes = (kCtaBytes + 1023) / 1024 * 1024;
     memories.push_back(static_cast<unsigned char*>(std::aligned_alloc(1024, bytes)));
   }
@@ -252,7 +252,7 @@ void CheckPhase(Mbarrier* barrier) {
 
 Warpgroup& WarpgroupOfSelf() { return self->cta->warpgroups[self->thread / 128]; }
 
-// Every operation before number `end`.
+// Executes every operation before number `end`.
 void Complete(Warpgroup* group, uint64_t end) {
   while (group->completed < end) {
     const WarpgroupOperation operation = std::move(group->operations.front());

@@ -1,4 +1,4 @@
-"""Builds run_kernels: kernel instances, their plans and launches, compiled for the emulator."""
+"""Builds run_kernels: kernel instances with their plans and launches, compiled for the emulator."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ import translate  # noqa: E402
 
 INCLUDE = re.compile(r'^\s*#include "([^"]+)"', re.MULTILINE)
 FLAGS = ["-std=c++17", "-O1", "-g1", "-ffp-contract=off", "-Wno-unknown-pragmas"]
-# What nvcc defines, and includes in front of every CUDA source.
+# nvcc defines this macro, and includes this header in every CUDA source.
 CUDA = ["-D__CUDACC__", "-include", "cuda_runtime.h"]
 INCLUDES = [f"-I{folder}" for folder in (EMULATOR, CC, TESTS)]
-# Where the emulator stands in for the sources of the CUDA platform.
+# The generated units and the emulator replace these sources of the CUDA platform.
 REPLACED = {CC / "cuda" / name for name in ("registry.cc", "launch_table.cc")}
 
 
@@ -57,10 +57,10 @@ def forms() -> dict[str, tuple[str, ...]]:
 
 
 def units(names: list[str]) -> dict[str, str]:
-    """The translation units of some instances, one a family, and a registry of them alone.
+    """Translation units for some instances, one for each family, with a registry of only these.
 
-    Other families need not even compile. CMake writes more units; here most of a unit's time goes
-    to the headers of the standard library.
+    Other families need not even compile. CMake writes more units; here there are few because most
+    of a unit's compile time goes into the standard library's headers.
     """
     known = forms()
     includes, instances = {}, {}
@@ -126,7 +126,7 @@ def units(names: list[str]) -> dict[str, str]:
 
 
 def sources(roots: list[pathlib.Path]) -> list[pathlib.Path]:
-    """The roots and, transitively, the sources beside every header of ours that they include."""
+    """The roots and, transitively, the sources that belong to the project headers included."""
     found, pending, seen = [], list(roots), set(REPLACED)
     while pending:
         file = pending.pop()
@@ -158,8 +158,8 @@ def command(arguments: list[str], text: str | None = None) -> str:
 
 
 def compiled(source: pathlib.Path, flags: list[str], folder: pathlib.Path) -> pathlib.Path:
-    """The object file of a source, made again only when its preprocessed text changes."""
-    # A unit of instances is one file for every checkout, whose headers differ.
+    """The object file of a source, recompiled only if its preprocessed text has changed."""
+    # A generated unit has the same path in every checkout, but its headers differ.
     record = folder / f"{source.stem}-{digest(str(source), *flags, *INCLUDES)}.json"
     if record.exists():
         target, files = json.loads(record.read_text())
@@ -188,7 +188,7 @@ def compiled(source: pathlib.Path, flags: list[str], folder: pathlib.Path) -> pa
 
 
 def changed(file: str) -> int:
-    """When a file was last changed; 0 if it is not there."""
+    """The time of a file's last change; 0 if it does not exist."""
     return os.stat(file).st_mtime_ns if os.path.exists(file) else 0
 
 
@@ -217,7 +217,7 @@ def build(
     if any(name.endswith("_padded") for name in names):
         roots += [CC / "cuda" / name for name in ("launch_padded.cc", "common/pitched_copy.cu")]
     with concurrent.futures.ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        # Device code first: it takes longest.
+        # Device code takes longest, so it is compiled first.
         files = sorted(sources(roots), key=lambda file: (file.suffix, str(file)), reverse=True)
         objects = list(pool.map(lambda file: compiled(file, flags, folder), files))
     program = folder / f"{program.stem}-{digest(*map(str, objects))}"

@@ -34,7 +34,7 @@ struct Fiber {
   int thread = 0;
   uint3 index{};
   bool done = false;
-  const uint64_t* counter = nullptr;  // waits until it differs from `seen`
+  const uint64_t* counter = nullptr;  // the fiber waits until it differs from `seen`
   uint64_t seen = 0;
   const char* what = "";
   int64_t detail = 0, more = 0;
@@ -54,11 +54,11 @@ struct Collective {
 struct Warp {
   std::map<uint32_t, Collective> collectives;  // by mask
   uint64_t wgmmas_issued = 0;
-  std::vector<uint64_t> wgmma_groups;  // wgmmas_issued when a group was committed
+  std::vector<uint64_t> wgmma_groups;  // wgmmas_issued at each commit
 };
 struct Warpgroup {
   std::deque<WarpgroupOperation> operations;
-  uint64_t completed = 0;  // number of operations.front()
+  uint64_t completed = 0;  // index of operations.front()
   uint64_t issued = 0;     // by all four warps
 };
 struct NamedBarrier {

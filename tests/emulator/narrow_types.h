@@ -1,4 +1,4 @@
-// Shared by cuda_fp16.h and cuda_bf16.h: an element type of 16 bits and its pairs.
+// The 16-bit element types of cuda_fp16.h and cuda_bf16.h, and their pairs.
 #ifndef JAXCONV_TESTS_EMULATOR_NARROW_TYPES_H_
 #define JAXCONV_TESTS_EMULATOR_NARROW_TYPES_H_
 
@@ -24,7 +24,7 @@ float ToFloat(uint16_t bits) {
 
 }  // namespace emulator
 
-// Every operation rounds once, as the hardware's do.
+// Every operation rounds once, as in hardware.
 #define JAXCONV_NARROW_TYPE(Type, Pair, Format)                                                    \
   struct Type {                                                                                    \
     uint16_t bits;                                                                                 \
@@ -82,7 +82,7 @@ float ToFloat(uint16_t bits) {
   }                                                                                                \
   inline Pair __hmax2_nan(Pair a, Pair b) { return {__hmax_nan(a.x, b.x), __hmax_nan(a.y, b.y)}; } \
   inline Pair __hmin2_nan(Pair a, Pair b) { return {__hmin_nan(a.x, b.x), __hmin_nan(a.y, b.y)}; } \
-  /* Exact matches, or the built-in operators on floats would do as well. */                       \
+  /* Exact matches: otherwise the built-in operators on floats are as good a match. */             \
   inline Type operator+(Type a, Type b) { return __hadd(a, b); }                                   \
   inline Type operator-(Type a, Type b) { return __hsub(a, b); }                                   \
   inline Type operator*(Type a, Type b) { return __hmul(a, b); }                                   \

@@ -1,5 +1,5 @@
-// PTX instructions as functions. translate.py writes the calls, which instruction becomes which
-// function stands in its table. Registers are variables of the calling fiber.
+// PTX instructions as functions. A table in translate.py maps each instruction to its function.
+// Registers are variables of the calling fiber.
 #ifndef JAXCONV_TESTS_EMULATOR_PTX_H_
 #define JAXCONV_TESTS_EMULATOR_PTX_H_
 
@@ -16,7 +16,7 @@ namespace emulator::ptx {
 
 using namespace emulator;
 
-// An input operand of asm: "r", "l", "h", "f" or "n".
+// An input operand of asm with constraint "r", "l", "h", "f" or "n".
 template <char kConstraint, typename T>
 auto Input(T value) {
   if constexpr (kConstraint == 'f') {
@@ -71,7 +71,8 @@ inline uint32_t Prmt(uint32_t a, uint32_t b, uint32_t selector) {
 }
 inline float MaxNan(float a, float b) { return a != a || b != b ? NAN : a < b ? b : a; }
 inline float MinNan(float a, float b) { return a != a || b != b ? NAN : b < a ? b : a; }
-// Approximations: as wrong as the PTX manual allows, upwards. Subnormal numbers are zero.
+// Approximations have the largest error that the PTX manual allows, upwards. Subnormals are
+// flushed.
 inline float WithoutSubnormal(float a) { return fabsf(a) < 0x1p-126f ? copysignf(0, a) : a; }
 inline float PowerOf2(float a) {
   return WithoutSubnormal(static_cast<float>(exp2(double{WithoutSubnormal(a)}) * (1 + 0x1p-23)));
@@ -102,12 +103,12 @@ void StoreShared(uint32_t address, const Registers<kWords>& from) {
   for (size_t i = 0; i < kWords; ++i) std::memcpy(to + 4 * i, from.at[i], 4);
 }
 
-// cp.async, which writes zeros where `ignore`.
+// cp.async with ignore-src: writes zeros if `ignore`.
 inline void CopyAsyncUnless(uint32_t shared, uint64_t source, uint32_t bytes, bool ignore) {
   CopyAsync(shared, reinterpret_cast<const void*>(source), bytes, !ignore);
 }
 
-// ldmatrix and stmatrix.
+// One lane's operands of ldmatrix and stmatrix.
 struct MatrixOfLane {
   uint32_t address;
   void* const* word;
@@ -138,7 +139,7 @@ void MoveMatrices(const Registers<kMatrices>& registers, uint32_t address) {
   });
 }
 
-// Operand types of mma and wgmma. The tensor core reads 19 bits of TF32.
+// Operand types of mma and wgmma. The tensor core reads the upper 19 bits of a TF32 operand.
 struct f16 {
   using Sum = float;
   static constexpr int kBytes = 2;

@@ -20,19 +20,20 @@ inline bool Elect(uint32_t mask) {
   return (mask & ((1u << emulator::Lane()) - 1)) == 0;
 }
 
-// Swizzles of 128, 64 and 32 bytes exchange 16-byte chunks by higher bits of the address.
+// Swizzles of 128, 64 and 32 bytes XOR the index of a 16-byte chunk with higher address bits.
 inline uint32_t Swizzled(uint32_t address, uint32_t swizzle_bytes) {
   return swizzle_bytes == 0 ? address : address ^ ((address >> 7 & (swizzle_bytes / 16 - 1)) << 4);
 }
 
-// 32 bits to TF32 as TMA does: to the nearest, ties to even.
+// Rounds 32 bits to TF32 as TMA does: to nearest, ties to even.
 inline uint32_t RoundedToTf32(uint32_t bits) {
   if ((bits & 0x7f800000) == 0x7f800000) return bits;
   return (bits + 0xfff + (bits >> 13 & 1)) & 0xffffe000;
 }
 
-// Moves a box between shared memory and a tensor, 16 bytes at a time. `row(i, from)`: whether row i
-// of the box lies in the tensor along all dimensions but the innermost, and its address there.
+// Moves a box between shared memory and a tensor, 16 bytes at a time. `row(i, from)` returns
+// whether row i of the box lies inside the tensor in all dimensions but the innermost, and its
+// address.
 template <bool kStore, typename Row>
 void MoveRows(const TensorMap& map, uint32_t shared, int rows, uint32_t row_bytes,
               int64_t first_byte, Row row) {
@@ -91,8 +92,8 @@ void MoveTile(const BoxCopy& copy, uint32_t shared) {
 }
 inline void MoveIm2col(const BoxCopy& copy, uint32_t shared) {
   const TensorMap& map = copy.map;
-  // Pixels lie along dimensions 1 and on; interleaved, where the channel block is the last but one,
-  // along 0 and on.
+  // Spatial dimensions start at 1. In interleaved maps they start at 0, and the last but one is the
+  // channel block.
   const int spatial = copy.rank - 2, first = map.interleaved ? 0 : 1;
   int64_t base[3] = {}, image = copy.at[copy.rank - 1];
   for (int i = 0; i < spatial; ++i) {
@@ -140,7 +141,7 @@ BoxCopy BoxOf(uint64_t map, const Registers<kRank>& at, bool im2col) {
   return copy;
 }
 
-// Issues move(address) for this CTA, or for those of `ctas`, and its bytes to the barrier.
+// Issues move(address) for this CTA, or for the CTAs of `ctas`, and adds its bytes to the mbarrier.
 template <typename Move>
 void CopyToCluster(uint32_t shared, uint32_t barrier, uint32_t bytes, int64_t ctas, Move move) {
   if (shared % 128 != 0 && bytes % 128 == 0) Fail("TMA: shared address 0x%x", shared);
@@ -184,7 +185,8 @@ void StoreTile(uint64_t map, const Registers<kRank>& at, uint32_t shared) {
   BulkStore([=] { MoveTile<true>(copy, from); });
 }
 
-// wgmma. 16 bytes of an operand: 16 bytes of the reduction of a row, or of 8 rows if MN-major.
+// wgmma reads operands in chunks of 16 bytes: 16 bytes of one row's reduction (K-major), or 16
+// bytes of rows at one index of the reduction (MN-major).
 template <class Type, bool kMnMajor, typename Value>
 void ReadOperand(uint64_t descriptor, int rows, Value* values) {
   constexpr int kOfChunk = 16 / Type::kBytes, kDepth = 32 / Type::kBytes;
@@ -280,8 +282,8 @@ void IssueWgmma(void (*run)(const WarpgroupOperation&), const Registers<kRegiste
   });
 }
 
-// d += a b; the trailing operands of the instruction are signs (1) and, of 16-bit types, whether A
-// and B are MN-major. Wgmma of constants, so that each combination is a function of its own.
+// d += a b. The trailing operands of the instruction are the signs (1) and, for 16-bit types,
+// whether A and B are MN-major. Dispatches to a function for each combination.
 template <class TypeA, class TypeB, size_t kRegisters>
 void Wgmma(const Registers<kRegisters>& d, uint64_t a, uint64_t b, bool accumulate, int sign_a = 1,
            int sign_b = 1, int mn_major_a = 0, int mn_major_b = 0) {

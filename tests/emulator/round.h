@@ -1,4 +1,4 @@
-// Conversion between float16, bfloat16 and double, rounded once to nearest even.
+// Conversions between float16, bfloat16 and double, rounded once to nearest even.
 #ifndef JAXCONV_TESTS_EMULATOR_ROUND_H_
 #define JAXCONV_TESTS_EMULATOR_ROUND_H_
 
@@ -8,7 +8,8 @@
 
 namespace emulator {
 
-// kFraction: bits of the fraction; kLeast: exponent of the smallest normal number.
+// kFraction: bits of the fraction; kLeast and kMost: exponents of the smallest and largest normal
+// number.
 template <int kFraction, int kLeast, int kMost>
 struct Narrow {
   static constexpr int kExponentBits = 15 - kFraction;
@@ -19,12 +20,12 @@ struct Narrow {
     if (value != value) return 0x7fff;
     value = std::fabs(value);
     if (value == 0) return sign;
-    if (std::isinf(value)) return sign | kInfinity;  // of which frexp says nothing
+    if (std::isinf(value)) return sign | kInfinity;  // frexp gives no exponent for it
     int exponent;
     std::frexp(value, &exponent);
     exponent = exponent - 1 < kLeast ? kLeast : exponent - 1;
     if (exponent > kMost) return sign | kInfinity;
-    // In units of the last place; a carry moves on into the exponent.
+    // In units of the last place. A carry goes into the exponent.
     const auto units =
         static_cast<uint32_t>(std::nearbyint(std::ldexp(value, kFraction - exponent)));
     return static_cast<uint16_t>(sign | (((exponent - kLeast) << kFraction) + units));
@@ -45,7 +46,8 @@ struct Narrow {
 using Float16 = Narrow<10, -14, 15>;
 using Bfloat16 = Narrow<7, -126, 127>;
 
-// a + b, rounded to odd: a second rounding to a narrower type is then as good as one.
+// a + b rounded to odd, so that a second rounding to a narrower type gives the correctly rounded
+// sum.
 inline double AddToOdd(double a, double b) {
   const double sum = a + b;
   if (!std::isfinite(sum)) return sum;

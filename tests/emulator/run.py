@@ -3,8 +3,8 @@
     python tests/emulator/run.py [--sanitize] INSTANCE 'PROBLEM' [seed=N] [slices=N] [sms=N] [float]
         [tolerance=X] [weight=N] [offset=N]
 
-run_kernels.cc explains the arguments. Instances of 8-bit operands run in cc/int8_check.cu, which
-knows the seed, the SMs and its mode (mode=check or mode=error) alone. ``--sanitize`` adds
+run_kernels.cc explains the arguments. Instances with 8-bit operands run in cc/int8_check.cu, which
+takes only ``seed``, ``sms`` and ``mode`` (mode=check or mode=error). ``--sanitize`` adds
 AddressSanitizer and UBSan.
 """
 
@@ -21,7 +21,7 @@ from kernel_tables import INT8_FAMILIES
 
 
 def command(name: str, problem: str, options: list[str], folder: pathlib.Path, sanitize: bool):
-    """The program that runs an instance, with arguments, and its environment.
+    """Builds an instance's program; returns its command line and environment.
 
     Raises:
         RuntimeError: with the compiler's message.
@@ -32,7 +32,7 @@ def command(name: str, problem: str, options: list[str], folder: pathlib.Path, s
         environment = {"EMULATOR_SEED": values.get("seed", "0"), "SMS": values.get("sms", "2")}
         program = build([name], folder, TESTS / "cc" / "int8_check.cu", sanitize)
         return [str(program), values.get("mode", "check"), problem, name], environment
-    # A filter stored as krsc is read by the other operation's instance.
+    # A filter stored as krsc is read by the instance of the other operation.
     op, _, rest = name.partition("_")
     other = {"fprop": "dgrad", "dgrad": "fprop"}.get(op, op) + "_" + rest
     names = [name, other] if " krsc" in problem and other in families else [name]

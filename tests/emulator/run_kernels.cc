@@ -4,16 +4,19 @@
 //         [offset=N] [lhs=FILE rhs=FILE out=FILE]
 //
 // PROBLEM is a problem key (ConvProblem::ToString). Operands are small integers, and the result
-// must be exact, or within `tolerance` of the largest element. With `float` they are uniform in
-// [-1, 1) and the error against float64 is printed. With a `weight` above 1 they are -1, 0 and 1,
-// those of the second operand times the weight: a multiple of the denominators of Winograd's filter
-// transform, so that it is exact (F(4, 3): 15 for each axis that is transformed). `offset` is added
-// to all. With files they are the files' bytes, and the result is written and not compared, of
-// packed or prepared filters too. Of a problem with an epilogue scale, bias and residual are
-// multiples of a quarter, the residual has NaN and infinities, and the activations that are not
-// exact may differ by their rounding; statistics are compared with those of the expected result in
-// double. The results and the workspace begin as NaN. Exit status: 1 where the result differs, 2
-// where the instance refuses the problem, 3 where the emulator stops the kernel.
+// must be exact, or within `tolerance` of the largest element. The options:
+//     float      operands are uniform in [-1, 1); prints the error against float64
+//     weight     above 1: operands are -1, 0 and 1, those of the second one times the weight. A
+//                multiple of the denominators of Winograd's filter transform makes that exact
+//                (F(4, 3): 15 for each transformed axis)
+//     offset     is added to all operands
+//     lhs, rhs   files with the operands' bytes (also packed or prepared filters); the result is
+//                written to the file `out` and not compared
+// For a problem with an epilogue, scale, bias and residual are multiples of a quarter, and the
+// residual contains NaN and infinities. Activations that are not exact may differ by their
+// rounding; statistics are compared with those of the expected result in double. Results and
+// workspace are initialised to NaN. Exit status: 1 if the result differs, 2 if the instance refuses
+// the problem, 3 if the emulator stops the kernel.
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
@@ -102,8 +105,7 @@ int64_t Elements(const Extents& extents) {
   return product;
 }
 
-// Compares statistics with those of the result, `y` before it is rounded. Returns whether they are
-// right.
+// Returns whether `statistics` are those of `y`, the result before rounding.
 bool CheckStatistics(const ConvProblem& problem, const std::vector<double>& y,
                      const Buffer& statistics) {
   const auto rows = static_cast<double>(y.size()) / static_cast<double>(problem.k);
@@ -127,7 +129,7 @@ bool CheckStatistics(const ConvProblem& problem, const std::vector<double>& y,
   return true;
 }
 
-// Compares the results of an epilogue; `values` are the sums.
+// Compares the results of an epilogue with those of the expected sums `values`.
 int CheckFused(const KernelDesc& kernel, const ConvProblem& problem, const Options& options,
                const Plan& plan, const Buffer& out, const Buffer& pre, const Buffer& statistics,
                const std::vector<double>& scale, const std::vector<double>& bias,

@@ -1,9 +1,9 @@
 """Device kernels on the host, in tests/emulator: exact results without a GPU.
 
-For depthwise and winograd every line of the tables runs, with alternating operations and types. For
-other families each file of a device kernel runs, and once more with the fused epilogue. Each case
-runs twice: first copies arrive as late as the waits allow, then immediately and with the threads of
-a CTA in reverse order.
+For the families in ``emulated_cases.WHOLE`` every line of the tables runs, with alternating
+operations and types. For other families each file of a device kernel runs, and once more with the
+fused epilogue. Each case runs twice: first copies arrive as late as the waits allow, then
+immediately and with the threads of a CTA in reverse order.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kernel_tables import fused_instances, instances
 
 
 def test_every_device_kernel_is_emulated():
-    """A new file of a device kernel needs a case here; a new line of ``WHOLE`` families has one."""
+    """Each device kernel's file has a case, also fused; ``WHOLE`` has all operations and types."""
     emulated = {host_build.forms()[c.instance][0::4] for c in CASES}
     missing = {(i.family, i.source) for i in instances()} - emulated
     assert not missing, f"no case in OTHERS runs {missing}"
@@ -38,7 +38,7 @@ def test_every_device_kernel_is_emulated():
 @pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c.instance}-{c.name}")
 def test_a_kernel_in_the_emulator(programs, case):
     program = str(programs[case.eight_bit])
-    # The 8-bit program takes a second a run, most of it for its random operands.
+    # The 8-bit program takes a second for each run, mostly to draw random operands.
     for seed in ("1",) if case.eight_bit else ("0", "1"):
         if case.eight_bit:
             command = [program, "check", case.key, case.instance]
@@ -54,7 +54,7 @@ def test_a_kernel_in_the_emulator(programs, case):
 
 
 def test_passes_in_the_emulator(programs):
-    """Exact in every form, and the same bits whatever order the threads run in."""
+    """Passes are exact in every form, and their bits do not depend on the order of threads."""
     hashes = []
     for mode, seed in (("check", "1"), ("hash", "0"), ("hash", "1")):
         ran = subprocess.run(
@@ -71,7 +71,7 @@ def test_passes_in_the_emulator(programs):
 
 
 def test_every_pass_is_emulated():
-    """What the FFI handlers launch beside instances has cases in ``tests/cc/pass_check.cu``."""
+    """Every kernel that the FFI handlers launch without an instance has a ``*_cases.cuh``."""
     handlers = (host_build.CC / "ffi" / "cuda_platform.cc").read_text()
     cases = [path.read_text() for path in (host_build.TESTS / "cc").glob("*_cases.cuh")]
     launched = set(re.findall(r"\b(Launch[A-Z]\w*)\(", handlers))

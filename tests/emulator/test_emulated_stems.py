@@ -1,4 +1,4 @@
-"""The kernels of stems in the emulator: by wgmma exact, and NaN stays in its windows."""
+"""The kernels of stems in the emulator: exact results; NaN and Inf reach only their windows."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ INSTANCES = [
     "fprop_few_channels_f32_128x64",
     "fprop_few_channels_f32_128x64_3xtf32",
 ]
-# Strips, batches and parts of 64 output channels; paddings of both parities, and one that cuts x.
+# Strips, batches, and parts of 64 output channels; even, odd and negative padding.
 BATCHED = problem(
     "batched", (18, 24), 7, n=2, c=4, k=56, stride=2, padding=((2, 3), (4, 2)), batch=2
 )
@@ -53,14 +53,14 @@ CASES = [
 
 @pytest.fixture(scope="module")
 def program() -> pathlib.Path:
-    """run_kernels with INSTANCES."""
+    """run_kernels, built with INSTANCES."""
     with building() as folder:
         return host_build.build(INSTANCES, folder)
 
 
 @pytest.mark.parametrize("instance, of", CASES, ids=lambda c: c if isinstance(c, str) else c.name)
 def test_rows_are_exact(program, instance, of):
-    """Bands of rows begin and end anywhere, rings wrap, and threads run in any order."""
+    """CTAs take bands of rows with any first and last row; their ring buffers wrap around."""
     key = of.line(Op(instance[:5]), instance.split("_")[3])
     for seed, sms in ((1, 2), (1, 9), (2, 20)):
         run(program, instance, key, f"seed={seed}", f"sms={sms}")
@@ -74,7 +74,7 @@ def test_rows_are_exact(program, instance, of):
         ("dgrad_few_channels_bf16_7x7_stride2", (20, 24), 7, 2, 3),
         ("dgrad_few_channels_bf16_7x7_stride2", (19, 26), 7, 2, 2),
         ("fprop_few_channels_bf16_11x11_stride4", (20, 24), 11, 4, 5),
-        # Chunks and words of x; a reduction that ends in a k-block.
+        # x is copied in 16-byte chunks or in words; the reduction ends within a k-block.
         ("fprop_few_channels_f32_128x64", (20, 24), 7, 2, 3),
         ("fprop_few_channels_f32_128x64", (20, 23), 3, 1, 1),
         ("fprop_few_channels_f32_128x64_3xtf32", (20, 23), 7, 2, 3),
@@ -83,7 +83,7 @@ def test_rows_are_exact(program, instance, of):
 def test_nan_and_infinity_stay_in_their_windows(
     program, instance, size, window, stride, pad, tmp_path
 ):
-    """No pixel beside a window meets a zero of the filter, no infinite weight the padding of dy."""
+    """No NaN beside a window meets a zero of the filter, no infinite weight the padding of dy."""
     fprop, dtype = instance.startswith("fprop"), instance.split("_")[3]
     of = problem("nan", size, window, c=3, k=16, stride=stride, padding=pad)
     rng = np.random.default_rng(3)

@@ -20,7 +20,7 @@ FORMS = host_build.forms()
 
 @pytest.mark.parametrize("instance", READERS)
 def test_a_kernel_reads_prepared_filters(programs, instance, tmp_path):
-    """The vector that ``jaxconv.winograd.prepare`` makes, which needs no C++ to be written."""
+    """Kernels read the vector that ``jaxconv.winograd.prepare`` makes."""
     dtype, tile = instance.split("_")[2:4]
     x, w = (np.random.default_rng(5).standard_normal(s) for s in ((1, 6, 5, 128), (3, 3, 64, 128)))
     x, w = x.astype(DTYPES[dtype][0]), w.astype(DTYPES[dtype][0])
@@ -34,11 +34,11 @@ def test_a_kernel_reads_prepared_filters(programs, instance, tmp_path):
     actual = actual.reshape(1, 6, 5, 128)
     with jax.default_device(jax.devices("cpu")[0]):
         expected = jaxconv.conv(x, prepared, groups=2, preferred_element_type=np.float32)
-    # The same U, but V is rounded at other places: fused_row computes it in float16.
+    # Both use the same U, but round V at different places: fused_row computes V in float16.
     assert error(actual, np.asarray(expected, np.float64)) < 3e-3
 
 
-# One instance of each of family winograd's output transforms, and of float32's scales.
+# One instance for each output transform of family winograd, and one for float32's scales.
 SCALED = {
     FORMS[c.instance][4] + "_f32" * ("_f32_" in c.instance): c.instance
     for c in CASES
@@ -48,7 +48,7 @@ SCALED = {
 
 @pytest.mark.parametrize("instance", SCALED.values())
 def test_operands_far_apart(programs, instance, tmp_path):
-    """Scales of 2^-111 and 2^122: undone in the wrong order, the result would leave float32."""
+    """Scales of 2^-111 and 2^122, which overflow float32 if they are undone in the wrong order."""
     p = problem("far_apart", (6, 5), 3, n=1, c=16, k=16, padding=1)
     x, w = (np.random.default_rng(7).uniform(-1, 1, p.canonical_shape(role)) for role in "xw")
     dtype = FORMS[instance][2]
@@ -63,15 +63,15 @@ def test_operands_far_apart(programs, instance, tmp_path):
 @pytest.mark.parametrize(
     ("of_x", "of_w"),
     [
-        (2.0**9, 2.0**-7),  # x is transformed once more
-        (2.0**9 - 2, 2.0**5 - 0.125),  # the largest that are not
-        (2.0**-3, 2.0**-7),  # the smallest
-        (2.0**13, 2.0**10),  # with the assumed scales V and U would overflow
-        (2.0**-20, 2.0**-24),  # and these would vanish
+        (2.0**9, 2.0**-7),  # the transform of x runs again
+        (2.0**9 - 2, 2.0**5 - 0.125),  # the largest for which it does not
+        (2.0**-3, 2.0**-7),  # the smallest for which it does not
+        (2.0**13, 2.0**10),  # V and U would overflow with the assumed scales
+        (2.0**-20, 2.0**-24),  # V and U would vanish
     ],
 )
 def test_magnitudes_beside_the_assumed(programs, of_x, of_w, tmp_path):
-    """Operands whose transforms are scaled by constants, or once more by their own scales."""
+    """Transforms use constant scales, and run again with measured ones if these do not suit."""
     p = problem("magnitudes", (9, 14), 3, n=2, c=80, k=96, padding=1, groups=2)
     x, w = (np.random.default_rng(8).uniform(-1, 1, p.canonical_shape(role)) for role in "xw")
     x.flat[7] = w.flat[9] = 1

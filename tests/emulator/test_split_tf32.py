@@ -1,6 +1,6 @@
-"""float32 as three TF32 products: float32's error, and Inf, NaN, huge and tiny operands.
+"""float32 as three TF32 products: the error of float32, and Inf, NaN, huge and tiny operands.
 
-In the emulator, and on a GPU by name.
+Runs in the emulator and, by instance name, on a GPU.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from problems import Problem, problem
 
 from jaxconv._src.problem.spec import Op
 
-# Reductions of 104 or 96 channels, or of 210 pixels: runs of 32, and a tail. No padding, whose
-# zeros would make NaN of Inf.
+# Reductions over 104 or 96 channels, or over 210 pixels: multiples of 32 and a tail. There is no
+# padding, because its zeros times Inf give NaN.
 POINTWISE = problem("1x1", (15, 7), 1, n=2, c=104, k=96)
-# For kernels of few channels on the side that is not summed over.
+# For kernels with few channels on the side that is not reduced.
 FEW = {
     "dgrad_few_channels": problem("1x1_few", (15, 7), 1, n=2, c=8, k=104),
     "fprop_few_channels": problem("1x1_narrow", (15, 7), 1, n=2, c=104, k=8),
@@ -31,7 +31,7 @@ LARGEST = float(np.finfo(np.float32).max)
 
 
 def layer(instance: str) -> Problem:
-    """For block_diagonal, groups as wide as its blocks, so that there are no zeros either."""
+    """For block_diagonal, groups are as wide as its blocks, because zeros times Inf give NaN."""
     if "_block_diagonal_" not in instance:
         few = (p for start, p in FEW.items() if instance.startswith(start) and "_256x" in instance)
         return next(few, POINTWISE)
@@ -58,7 +58,7 @@ Check = Callable[[Op, Problem, Run], None]
 
 @pytest.fixture
 def emulated(request, tmp_path, programs):
-    """(operation, layer, the function of the operands that runs an instance in the emulator)."""
+    """(operation, layer, function that runs an instance on two operands in the emulator)."""
     op, instance = Op(request.param.partition("_")[0]), request.param
     of = layer(instance)
 
@@ -80,17 +80,17 @@ def on_gpu(instance: str) -> tuple[Op, Problem, Run]:
 
 
 def has_the_error_of_float32(op: Op, of: Problem, run: Run) -> None:
-    """One TF32 product has 3e-4; without either small part 2e-4."""
+    """One TF32 product has an error of 3e-4; two, without one of the corrections, have 2e-4."""
     lhs, rhs = normal_operands(op, of, "f32")
     exact = reference(op, of, lhs, rhs)
     assert 0 < error(run(lhs, rhs), exact) < 2.5e-7
 
 
 def keeps_inf_and_nan(op: Op, of: Problem, run: Run) -> None:
-    """As float32 does: beside them every result is as accurate as ever."""
+    """Inf and NaN propagate as in float32, and other results stay accurate."""
     rng = np.random.default_rng(3)
     lhs, rhs = (np.array(a) for a in normal_operands(op, of, "f32"))
-    rhs.flat[::7] = np.where(rhs.flat[::7] < 0, -1, 1)  # whose small parts are zeros
+    rhs.flat[::7] = np.where(rhs.flat[::7] < 0, -1, 1)  # their small parts are zeros
     for operand in (lhs, rhs):
         bad = np.array([np.inf, -np.inf, np.nan, -np.nan], np.float32)
         operand.flat[rng.choice(operand.size, 4, replace=False)] = bad
@@ -107,26 +107,26 @@ def keeps_inf_and_nan(op: Op, of: Problem, run: Run) -> None:
 
 
 def keeps_the_largest_floats_finite(op: Op, of: Problem, run: Run) -> None:
-    """In 11 bits they would be Inf; results beyond the largest float are Inf, not NaN."""
+    """Rounded to 11 bits they would be Inf. Results beyond the largest float are Inf, not NaN."""
     lhs, rhs = (np.array(a) for a in normal_operands(op, of, "f32"))
     rhs = rhs * np.float32(2.0**-9)
     large = np.array([1, -1, 1 - 2.0**-13, 2.0**-11 - 1], np.float64) * LARGEST
-    step = lhs.size // 40 + 1  # one at most in a sum, of pixels or of channels
+    step = lhs.size // 40 + 1  # a sum has at most one, over pixels or channels
     lhs.flat[::step] = np.resize(large, lhs.flat[::step].shape)
     exact = reference(op, of, lhs, rhs)
     assert np.abs(exact).max() < LARGEST and np.abs(exact).max() > LARGEST / 2**9
     assert error(run(lhs, rhs), exact) < 2.5e-7
-    rhs *= np.float32(2.0**23)  # their products pass the largest float by far
+    rhs *= np.float32(2.0**23)  # products far exceed the largest float
     exact = reference(op, of, lhs, rhs)
     actual = run(lhs, rhs)
     beyond = np.abs(exact) > 2.0**132
     assert beyond.any() and not np.isfinite(actual[beyond]).any()
     one = np.count_nonzero(beyond) - np.count_nonzero(np.isnan(actual[beyond]))
-    assert one > 0  # NaN where products beyond have both signs, as in float32
+    assert one > 0  # NaN only if overflowing products have both signs, as in float32
 
 
 def loses_only_the_last_bits_of_tiny_operands(op: Op, of: Problem, run: Run) -> None:
-    """Down to 2^-100 nothing; of subnormal operands what lies below 2^-136."""
+    """Operands of 2^-100 lose nothing; subnormal operands lose only their bits below 2^-136."""
     lhs, rhs = (np.array(a) for a in normal_operands(op, of, "f32"))
     tiny, large = lhs * np.float32(2.0**-100), rhs * np.float32(2.0**100)
     exact = reference(op, of, tiny, large)

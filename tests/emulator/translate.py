@@ -1,4 +1,4 @@
-"""CUDA to C++ for the emulator.
+"""Translates CUDA into C++ for the emulator.
 
 The input is preprocessed text, in which macros are expanded. Three constructs are not C++ and are
 rewritten; everything else is kept line by line:
@@ -14,8 +14,8 @@ import ast
 import re
 import threading
 
-# PTX instruction -> C++ statement; {0}, {1}, ... are its operands, {a}, {b}, ... named groups.
-# An address [x + 4] is the operand x + 4, [map, {c0, c1}] two operands.
+# PTX instruction -> C++ statement. {0}, {1}, ... are its operands, {a}, {b}, ... named groups. An
+# address [x + 4] is one operand, x + 4; [map, {c0, c1}] is two.
 INSTRUCTIONS = [
     (re.compile(pattern), re.sub(r"\b(?=[A-Z]\w*[(<])", "emulator::ptx::", statement))
     for pattern, statement in (
@@ -132,9 +132,10 @@ SPECIAL_REGISTERS = {
 REGISTER_TYPES = {"pred": "bool", "b16": "uint16_t", "b32": "uint32_t", "u32": "uint32_t"}
 REGISTER_TYPES |= {"s32": "int32_t", "f32": "float", "b64": "uint64_t", "u64": "uint64_t"}
 
-# What lies between names: white space, line markers of the preprocessor.
+# The text between names: white space, and line markers of the preprocessor.
 SPACE = re.compile(r"(?:\s|^#[^\n]*\n)*", re.MULTILINE)
-# CPython 3.11 counts the recursion of all threads' parsers together, and raises SystemError.
+# CPython 3.11 counts the recursion depth of all threads' parsers together: too many raise
+# SystemError.
 PARSER = threading.Lock()
 LITERAL = re.compile(r'"(?:[^"\\\n]|\\.)*"')
 ASM = re.compile(r"\basm\b(?:\s+volatile\b)?\s*\(")
@@ -147,11 +148,11 @@ CHEVRONS = re.compile(r"([\w:]+(?:<[^;{}()]*>)?)\s*<<<(.*?)>>>\s*\(", re.DOTALL)
 
 
 class UnreadableError(ValueError):
-    """Text that this translator does not understand."""
+    """This translator does not understand the text."""
 
 
 def parenthesis(text: str, at: int) -> int:
-    """The place after the parenthesis that closes the one before ``at``."""
+    """The index after the parenthesis that closes the one before ``at``."""
     depth = 1
     while depth:
         if text[at] == '"':
@@ -163,7 +164,7 @@ def parenthesis(text: str, at: int) -> int:
 
 
 def split(text: str, separator: str = ",") -> list[str]:
-    """The parts of ``text`` between separators outside of brackets."""
+    """Splits ``text`` at separators outside brackets."""
     parts, depth, start = [], 0, 0
     for at, c in enumerate(text):
         depth += (c in "([{") - (c in ")]}")
@@ -180,7 +181,7 @@ def operand(text: str) -> str:
     if text.startswith("["):
         return ", ".join(operand(part) for part in split(text[1:-1]))
     if "|" in text:
-        return operand(text.split("|")[1])  # of _|predicate the predicate
+        return operand(text.split("|")[1])  # the predicate of _|predicate
     if text.startswith("%%"):
         return f"emulator::{SPECIAL_REGISTERS[text[2:]]}"
     text = re.sub(r"%(\d+)", r"operand_\1", text)
@@ -188,7 +189,7 @@ def operand(text: str) -> str:
 
 
 def instruction(text: str, suffix: str) -> str:
-    """One PTX instruction, with its predicate or label, as a C++ statement."""
+    """Translates one PTX instruction, with its predicate or label, into a C++ statement."""
     if label := re.match(r"(\w+):(?!:)\s*", text):
         return f"{label[1]}_{suffix}: {instruction(text[label.end() :], suffix)}"
     if predicate := re.match(r"@(!?)(\w+)\s+", text):
@@ -202,7 +203,7 @@ def instruction(text: str, suffix: str) -> str:
     operands = split(rest)
     if name == "bra":
         operands = [f"{operands[0]}_{suffix}"]
-    # An address with coordinates is two operands.
+    # An address with coordinates becomes two operands.
     operands = [part for text in operands for part in split(operand(text))]
     for pattern, statement in INSTRUCTIONS:
         if found := pattern.fullmatch(name):
@@ -214,7 +215,7 @@ def instruction(text: str, suffix: str) -> str:
 
 
 def assembly(text: str, suffix: str) -> str:
-    """What stands between the parentheses of an asm statement as a C++ block."""
+    """Translates the text between the parentheses of an asm statement into a C++ block."""
     at, code = 0, ""
     while literal := LITERAL.match(text, at := SPACE.match(text, at).end()):
         with PARSER:
@@ -251,7 +252,7 @@ def assembly(text: str, suffix: str) -> str:
 
 
 def shared_variable(found: re.Match) -> str:
-    """A reference to a variable in shared memory."""
+    """Translates the declaration of a variable in shared memory into a reference."""
     extern, alignment, kind, name, extents = found.groups()
     kind = kind.strip()
     if extern:
@@ -265,9 +266,9 @@ def shared_variable(found: re.Match) -> str:
 
 
 def translate(text: str) -> str:
-    """Preprocessed CUDA as C++; line numbers stay. System headers, most of the text, have none."""
+    """Translates preprocessed CUDA into C++; line numbers stay. System headers are copied."""
     markers = list(MARKER.finditer(text))
-    # A macro of a system header marks lines of the file that uses it as the system's too.
+    # The markers of a system header's macro name the file that uses it, too; that file stays own.
     own = {found[1] for found in markers if not found[2]}
     parts, start, translated = [], 0, True
     for found in [*markers, None]:
@@ -280,7 +281,7 @@ def translate(text: str) -> str:
 
 
 def translate_own(text: str) -> str:
-    """``translate``, of text without system headers."""
+    """Translates text without system headers."""
     parts, at = [], 0
     for number, found in enumerate(ASM.finditer(text)):
         end = parenthesis(text, found.end())

@@ -1,6 +1,6 @@
-"""Odd inputs of every public function: each gives a clear error, or the answer of lax or NumPy.
+"""Unusual inputs of every public function: a clear error, or the result of lax or NumPy.
 
-As a script it prints a table, and ends with status 1 where a case fails:
+As a script it prints a table, and exits with status 1 if a case fails:
 
     python tests/functions/adversary.py [PATTERN]
 
@@ -23,7 +23,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
-if __name__ == "__main__":  # as conftest.py has it for the tests
+if __name__ == "__main__":  # as conftest.py does for the tests
     os.environ.setdefault("JAXCONV_ALGORITHM", "native")
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
     os.environ["XLA_FLAGS"] = flags.strip()
@@ -31,22 +31,22 @@ if __name__ == "__main__":  # as conftest.py has it for the tests
 import jax
 import numpy as np
 
-# What these functions refuse they refuse while JAX traces: nothing is compiled or run.
+# These functions refuse while JAX traces: nothing is compiled or run.
 WHILE_TRACING = ("conv/", "conv_general_dilated/", "conv_transpose/", "epilogue/", "int8/")
 
-# Seconds that the cases of one process may take.
+# The time limit in seconds for all cases of a process.
 LIMIT = 240
 
 
 @dataclasses.dataclass(frozen=True)
 class Refused:
-    """An error is expected: of this type, its message with all of these words."""
+    """Expects an error of a type, with certain words in its message."""
 
     error: type[Exception] | tuple[type[Exception], ...]
     words: tuple[str, ...]
 
     def judge(self, run: Callable[[], Any]) -> str:
-        """Why the outcome is not the expected one, or ""."""
+        """The reason why the outcome is not the expected one, or ""."""
         try:
             found = materialize(run())
         except BaseException as error:
@@ -60,12 +60,12 @@ class Refused:
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """The answer of ``reference`` is expected: shapes, dtypes and all numbers."""
+    """Expects the result of ``reference``: shapes, dtypes and all numbers."""
 
     reference: Callable[[], Any]
 
     def judge(self, run: Callable[[], Any]) -> str:
-        """Why the outcome is not the expected one, or ""."""
+        """The reason why the outcome is not the expected one, or ""."""
         try:
             expected = materialize(self.reference())
         except Exception as error:
@@ -92,10 +92,10 @@ class Answer:
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One input, and what is expected of it.
+    """One unusual input and its expected outcome.
 
     Attributes:
-        name: "function/what is odd".
+        name: "function/what is unusual".
         run: makes the call.
         expected: its outcome.
         apart: whether the call could end the process.
@@ -107,7 +107,7 @@ class Case:
     apart: bool = False
 
     def judge(self) -> str:
-        """Why the outcome is not the expected one, or ""."""
+        """The reason why the outcome is not the expected one, or ""."""
         quiet = contextlib.redirect_stdout(io.StringIO())
         with warnings.catch_warnings(), quiet, jax.default_device(jax.devices("cpu")[0]):
             warnings.simplefilter("ignore")
@@ -119,12 +119,12 @@ class Case:
 
 
 def materialize(tree: Any) -> list[Any]:
-    """The leaves of a result as NumPy arrays, computed; other objects as they are.
+    """The leaves of a result: arrays are computed and converted to NumPy, other objects stay.
 
-    Numbers of dtypes that NumPy lacks are compared in float32.
+    Arrays of dtypes that NumPy lacks are converted to float32.
     """
     leaves = []
-    # A NumPy view of an array whose computation failed ends the process (jaxlib 0.10.2).
+    # In jaxlib 0.10.2, a NumPy view of an array whose computation failed ends the process.
     jax.block_until_ready(tree)
     for leaf in jax.tree.leaves(tree, is_leaf=lambda x: x is None):
         if isinstance(leaf, jax.Array | np.ndarray):
@@ -142,7 +142,7 @@ def shown(leaves: list[Any]) -> str:
 
 
 def in_processes(cases: list[Case]) -> Iterator[tuple[Case, str]]:
-    """Judges cases in a process of their own; where one ends it, the next begins another."""
+    """Judges cases in a separate process. If a case ends it, a new process runs the rest."""
     todo = list(cases)
     while todo:
         command = [sys.executable, os.path.abspath(__file__), "--apart", *(c.name for c in todo)]
@@ -161,7 +161,7 @@ def in_processes(cases: list[Case]) -> Iterator[tuple[Case, str]]:
 
 
 def cases() -> list[Case]:
-    import adversary_cases  # which imports this module
+    import adversary_cases  # it imports this module
 
     found = adversary_cases.all_cases()
     names = [case.name for case in found]

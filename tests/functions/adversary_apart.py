@@ -1,4 +1,4 @@
-"""The cases of ``adversary.py`` that could end the process: sizes, threads, fresh processes."""
+"""The cases of ``adversary.py`` that run in separate processes: sizes, threads, fresh processes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def out_of_memory() -> Refused:
 
 
 def lowered(x_shape: tuple[int, ...], w_shape: tuple[int, ...], **options: Any) -> tuple[int, ...]:
-    """The shape of a result that is too large to compute, from a program that is only lowered."""
+    """The shape of a result that is too large to compute. The program is only lowered."""
     x, w = (jax.ShapeDtypeStruct(s, np.float32) for s in (x_shape, w_shape))
     return jax.jit(functools.partial(jaxconv.conv, **options)).lower(x, w).out_info.shape
 
@@ -155,7 +155,7 @@ def sizes() -> Iterator[tuple[str, Callable[[], Any], Any]]:
 
 
 def first_outputs() -> np.ndarray:
-    """The expected result for any stride beyond the input: only the first window."""
+    """The expected result of any stride larger than the input: only the first window."""
     y = lax.conv_general_dilated(X, W, (1, 1), ((1, 1), (0, 1)), dimension_numbers=NHWC)
     return np.asarray(y)[:, :1, :1]
 
@@ -164,7 +164,7 @@ def first_outputs() -> np.ndarray:
 
 
 def in_threads() -> bool:
-    """Each of eight compiles and runs shapes of its own, while others install and clear caches."""
+    """Eight threads compile and run different shapes while others install and clear caches."""
     wrong: list[Any] = []
 
     def work(index: int) -> None:
@@ -228,7 +228,7 @@ x, w = np.ones((1, 4, 4, 2), np.float32), np.ones((3, 3, 2, 2), np.float32)
 
 
 def said(code: str) -> str:
-    """What a fresh process prints."""
+    """The output of a fresh process that runs ``code``."""
     command = [sys.executable, "-c", PRELUDE + code]
     run = subprocess.run(command, capture_output=True, text=True, check=False)
     if run.returncode:
@@ -248,7 +248,7 @@ print(float(loaded.call(x, w)[0, 1, 1, 0]))
 
 
 def loaded() -> list[str]:
-    """What a process does that only loads programs: without ``register``, and with it."""
+    """Loads an exported program in a fresh process, without and with ``register``."""
     checks = jaxconv.export.disabled_checks()
     x, w = np.ones((1, 4, 4, 2), np.float32), np.ones((3, 3, 2, 2), np.float32)
     blob = jax.export.export(jax.jit(jaxconv.conv), disabled_checks=checks)(x, w).serialize()

@@ -1,4 +1,4 @@
-"""The cases of ``adversary.py``: public functions and what is odd about their input."""
+"""The cases of ``adversary.py`` by public function and unusual input."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ import jaxconv
 
 
 class Convertible:
-    """Has a conversion of its own, as arrays of other libraries do."""
+    """An object that converts itself to an array, as arrays of other libraries do."""
 
     def __jax_array__(self):
         return jnp.asarray(X)
@@ -47,7 +47,7 @@ def leaked() -> jax.core.Tracer:
 
 
 def strided(a: np.ndarray) -> np.ndarray:
-    """The same numbers at odd places of memory."""
+    """The same numbers, but not contiguous in memory."""
     out = np.zeros([2 * n for n in a.shape], a.dtype)[tuple(slice(None, None, -2) for _ in a.shape)]
     out[...] = a
     return out
@@ -127,7 +127,7 @@ OPERANDS: dict[str, tuple[Any, Any]] = {
     "infinities": (np.full_like(X, np.inf), in_lax(np.full_like(X, np.inf), padding="VALID")),
     "longdouble": (X.astype(np.longdouble), kind("x", "array of numbers", "float128")),
 }
-# In these the padding is off, as NaN and Inf are not the same there; docs/nan.md.
+# These run without padding: in padding, NaN and Inf may differ (docs/precision.md).
 VALID = {"infinities"}
 
 
@@ -236,7 +236,7 @@ PARAMETERS: dict[str, list[tuple[Any, Any]]] = {
         (
             ((-5, 3), (0, 1)),
             Answer(lambda: np.zeros((2, 1, 6, 6), np.float32)),
-        ),  # XLA:CPU reads beside x
+        ),  # XLA:CPU reads outside x
         (20, in_lax(padding=((20, 20), (20, 20)))),
         (-3, value("padding", "(-3, -3)", "crops more than 5")),
         ("CAUSAL", value("padding", "one spatial axis")),

@@ -1,4 +1,4 @@
-"""Cases of ``adversary.py``: the terms of an epilogue."""
+"""The cases of ``adversary.py`` for the terms of an epilogue."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ REFUSED: dict[str, tuple[dict[str, Any], Any]] = {
 
 
 def plus(bias: Any, **options: Any) -> Answer:
-    """What lax and numpy say."""
+    """Expects the convolution of lax plus ``bias``."""
     return Answer(lambda: in_lax(**options).reference() + np.asarray(bias, np.float32))
 
 

@@ -1,4 +1,4 @@
-"""Operands, and ways to say what is expected, of the cases of ``adversary.py``."""
+"""Operands and expected outcomes for the cases of ``adversary.py``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ RNG = np.random.default_rng(0)
 
 
 def draw(*shape: int, dtype: Any = np.float32) -> np.ndarray:
-    """Small whole numbers: every sum is exact."""
+    """Small integers, so that every sum is exact."""
     return RNG.integers(-2, 3, shape).astype(dtype)
 
 
@@ -31,7 +31,7 @@ def kind(*words: str) -> Refused:
 
 
 def in_lax(x: Any = X, w: Any = W, stride=(1, 1), padding="SAME", **options: Any) -> Answer:
-    """What lax says to the call in its own words."""
+    """Expects the result of lax for the same call."""
     options = {"dimension_numbers": NHWC, "precision": "highest", **options}
     return Answer(
         lambda: lax.conv_general_dilated(jnp.asarray(x), jnp.asarray(w), stride, padding, **options)

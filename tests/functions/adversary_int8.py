@@ -19,12 +19,12 @@ RNG = np.random.default_rng(1)
 X, W = (RNG.integers(-3, 4, s).astype(np.int8) for s in ((2, 5, 6, 64), (3, 3, 64, 32)))
 X4, W4 = X[..., :4].copy(), W[:, :, :4].copy()
 XF, WF = X4.astype(np.float32), W4.astype(np.float32)
-Y = np.zeros((2, 5, 6, 32), np.int8)  # of the result's shape
+Y = np.zeros((2, 5, 6, 32), np.int8)  # has the result's shape
 SCALE = np.linspace(0.01, 0.02, 32, dtype=np.float32)
 
 
 def sums(x: Any, w: Any, padding: Any = "SAME") -> np.ndarray:
-    """The exact sums, by lax in int32."""
+    """The exact sums, computed by lax in int32."""
     options = dict(dimension_numbers=NHWC, preferred_element_type=jnp.int32)
     x, w = jnp.asarray(x, jnp.int32), jnp.asarray(w, jnp.int32)
     return lax.conv_general_dilated(x, w, (1, 1), padding, **options)

@@ -1,4 +1,4 @@
-"""The cases of ``adversary.py`` for the functions of ``jax.lax``'s names, and transformations."""
+"""The cases of ``adversary.py`` for functions with names of ``jax.lax``, and transformations."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def general(**options: Any) -> dict[str, Any]:
 
 
 def lax_cases() -> Iterator[Case]:
-    """Each parameter odd in turn, the answer lax's where it has one."""
+    """Each parameter in turn is unusual. Expects lax's result where lax has one."""
     both = {
         "window_strides": [(2, 1), [1, 2], np.array([2, 2])],
         "padding": ["VALID", ((1, 2), (0, -1)), [[0, 0], [3, 1]], "same"],

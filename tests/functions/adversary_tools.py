@@ -233,7 +233,7 @@ def checkpointed() -> bool:
 
 
 def run_bench(*arguments: str) -> None:
-    """Runs the bench; raises what it says on stderr where it ends the program."""
+    """Runs the bench. If it ends the program, raises its output on stderr."""
     said = io.StringIO()
     cached = jax.config.jax_enable_compilation_cache
     try:

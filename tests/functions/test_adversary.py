@@ -1,4 +1,4 @@
-"""The cases of ``adversary.py``, as tests."""
+"""Runs the cases of ``adversary.py`` as tests."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_case(native_cpu, case):
 
 @pytest.mark.long
 def test_cases_that_could_end_the_process(native_cpu):
-    """In processes of their own: none aborts, and each has its outcome."""
+    """No case ends its process, and each has its expected outcome."""
     apart = [case for case in CASES if case.apart]
     verdicts = {case.name: verdict for case, verdict in adversary.in_processes(apart)}
     assert len(verdicts) == len(apart)
@@ -30,7 +30,7 @@ def test_cases_that_could_end_the_process(native_cpu):
 
 
 def test_a_wrong_outcome_is_found(native_cpu):
-    """The judge sees each way of going wrong."""
+    """The judge reports every kind of wrong outcome."""
     refused, answer = adversary.Refused(ValueError, ("x",)), adversary.Answer(lambda: 1)
 
     def raises(error):
@@ -53,7 +53,7 @@ def test_a_wrong_outcome_is_found(native_cpu):
 
 
 def test_an_abort_is_found(native_cpu):
-    """A case that ends its process is reported, and those behind it still run."""
+    """A case that ends its process is reported, and the cases after it still run."""
     none = adversary.Case("apart/no such case", lambda: None, adversary.Answer(lambda: None), True)
     chosen = [none, *(case for case in CASES if case.name == f"apart/groups {2**31}")]
     verdicts = [verdict for _, verdict in adversary.in_processes(chosen)]

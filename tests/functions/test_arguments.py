@@ -1,4 +1,4 @@
-"""Dtypes, promotion modes and forms of arguments against lax: the same result, or an error too."""
+"""Dtypes, promotion modes and forms of arguments: the same result as lax, or also an error."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ NHWC = ("NHWC", "HWIO", "NHWC")
 
 
 def operands(dtype=np.float32, x_shape=(2, 5, 6, 3), w_shape=(3, 2, 3, 4)):
-    """Mostly zeros: the sums of the products are exact in numbers of 8 bits too."""
+    """Mostly zeros, so that sums of products are exact in 8-bit types, too."""
     rng = np.random.default_rng(0)
     drawn = [rng.integers(0, 2, s) * (rng.random(s) < 0.4) for s in (x_shape, w_shape)]
     return [jnp.asarray(a, dtype) for a in drawn]
 
 
 def outcome(f, *arguments):
-    """The result, or the error."""
+    """The result of the call, or its error."""
     try:
         return f(*arguments)
     except Exception as error:
@@ -35,7 +35,7 @@ def outcome(f, *arguments):
 
 
 def assert_like_lax(actual, expected, note: str):
-    """The same arrays, or types, if ``expected`` is no error; an error about the arguments else."""
+    """Equal arrays or types; if ``expected`` is an error, an error about the arguments."""
     if isinstance(expected, Exception):
         assert isinstance(actual, TypeError | ValueError), f"{note}: lax raises {expected!r}"
         return
@@ -60,7 +60,7 @@ def same(f, **options):
 
 
 def lowered(f, *arguments):
-    """The types of the results of a function that is traced and lowered, and not compiled."""
+    """The result types of a function that is traced and lowered, but not compiled."""
     return jax.jit(f).lower(*arguments).out_info
 
 
@@ -79,7 +79,7 @@ def test_dtypes_of_operands_and_result(dtype):
 @pytest.mark.parametrize("algorithm", ["auto", "xla", "im2col"])
 @pytest.mark.parametrize("dtype", FLOATS + OTHERS)
 def test_dtypes_whatever_promotion_is_allowed(dtype, algorithm):
-    """lax promotes nothing in a convolution, so no setting of it can matter."""
+    """lax promotes nothing in a convolution, so the promotion mode does not matter."""
     x, w = operands(dtype)
     for preferred, promotion, x64 in itertools.product(
         PREFERRED, ["standard", "strict"], [False, True]
@@ -96,7 +96,7 @@ def test_dtypes_whatever_promotion_is_allowed(dtype, algorithm):
 @pytest.mark.parametrize("algorithm", ["auto", "im2col"])
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_dtypes_of_gradients(dtype, algorithm):
-    """Also beside a cotangent of another dtype, where lax of JAX 0.9 raises."""
+    """Also for a cotangent of another dtype, where lax of JAX 0.9 raises."""
 
     def with_gradients(conv, x, w):
         y, vjp = jax.vjp(conv, x, w)
@@ -114,7 +114,7 @@ def test_dtypes_of_gradients(dtype, algorithm):
         expected = expected, *vjp(y.astype(np.float32))
         for a, e, to in zip((y, dx, dw), expected, (preferred or dtype, dtype, dtype), strict=True):
             assert a.dtype == jnp.dtype(to)
-            # The sums are exact in float32, and rounded once.
+            # The sums are exact in float32 and rounded once.
             a, e = (np.asarray(jnp.asarray(t, to), np.float32) for t in (a, e))
             assert_exact(a, e, f"{dtype} to {preferred}")
 
@@ -185,9 +185,10 @@ def test_forms_of_arguments(name, key):
 @pytest.mark.parametrize("strides", [(2, 2), (1, 1), (1, 3)])
 @pytest.mark.parametrize("consistent", [False, True])
 def test_padding_of_conv_transpose(strides, consistent):
-    """lax takes "SAME" and "VALID" as they are; other names only where no stride dilates."""
+    """lax takes "SAME" and "VALID" as they are; other names only if no stride dilates."""
     x, w = operands()
-    # With use_consistent_padding, lax demands tuples of pairs and reads any others in its own way.
+    # With use_consistent_padding lax requires tuples of pairs; it interprets other forms
+    # differently.
     consistently = [p for p in PADDINGS if isinstance(p, str | None)] + [PAIRS, tuple(PAIRS)]
     for padding in consistently if consistent else PADDINGS:
         options = dict(strides=strides, padding=padding, use_consistent_padding=consistent)

@@ -1,4 +1,4 @@
-"""Derivatives through the public functions: any order, both modes, inside every transformation."""
+"""Derivatives of the public functions: any order, both modes, inside every transformation."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ANY_RANK = {1: ("NWC", "WIO", "NWC"), 2: ("NHWC", "HWIO", "NHWC"), 3: ("NDHWC", 
 
 
 def general(problem: Problem, convolve=jaxconv.conv_general_dilated):
-    """The problem as a call of ``conv_general_dilated``, ours or lax's."""
+    """The problem as a call of ``conv_general_dilated``, of this library or of lax."""
     return functools.partial(
         convolve,
         window_strides=problem.stride,
@@ -99,7 +99,7 @@ def test_check_grads_to_second_order(platform, problem, modes):
 
 
 def test_check_grads_to_third_order(platform):
-    """A cubic loss, so that the third derivative is not zero."""
+    """The loss is cubic, so that the third derivative is not zero."""
     x, w = (a / 4 for a in operands(SMALL_1D))
 
     def loss(x, w):
@@ -110,7 +110,7 @@ def test_check_grads_to_third_order(platform):
 
 @pytest.mark.parametrize("op", Op)
 def test_check_grads_of_every_primitive(platform, op):
-    """dgrad and wgrad are differentiated in both of their operands as well."""
+    """dgrad and wgrad are differentiated in both operands, too."""
     lhs, rhs = (a / 4 for a in integers(2, *(SMALL.canonical_shape(r) for r in op.roles[:2])))
     call = SMALL.operation(op, "f32", precision="highest")
     check_grads(call, (lhs, rhs), order=2, modes=("fwd", "rev"), atol=0.05, rtol=0.05)
@@ -144,7 +144,7 @@ def test_second_derivatives_stay_inside_the_three_primitives():
 
 @pytest.mark.parametrize("problem", [SMALL, SMALL_1D], ids=["small", "small_1d"])
 def test_hessian_vector_product_is_that_of_lax(platform, problem):
-    """On integers, where both are exact."""
+    """On integers, where both libraries are exact."""
     x, w, v = integers(3, *(problem.canonical_shape(role) for role in "xww"))
 
     def hvp(convolve):
@@ -182,7 +182,7 @@ def test_linear_transpose_in_each_operand(platform):
 
 
 def test_remat_and_scan_over_layers(platform):
-    """Three residual layers, their filters stacked: as a loop, scanned, and scanned with remat."""
+    """Three residual layers with stacked filters: a loop, a scan, and a scan with remat."""
     x, w = integers(4, (2, 6, 6, 4), (3, 3, 3, 4, 4))
     x, w = np.sign(x), np.sign(w)
 
@@ -204,7 +204,7 @@ def test_remat_and_scan_over_layers(platform):
 
 
 def test_gradient_dtypes_with_a_wide_result(platform):
-    """bfloat16 operands, float32 result: the gradients come back in bfloat16, as lax's do."""
+    """bfloat16 operands, float32 result: the gradients are bfloat16, as in lax."""
     problem = BY_NAME["channel_tail"]
     x, w = (a.astype(jnp.bfloat16) for a in map(np.sign, operands(problem)))
 
@@ -223,7 +223,7 @@ def test_gradient_dtypes_with_a_wide_result(platform):
 
 
 def test_algorithm_by_direction_reaches_its_direction(platform):
-    """``algorithm`` as a mapping: XLA for the weight gradient alone."""
+    """``algorithm`` as a mapping: only the weight gradient is computed by XLA."""
     x, w = operands(SMALL_1D)
 
     def loss(w):

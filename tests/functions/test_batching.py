@@ -1,4 +1,4 @@
-"""vmap: every subset of mapped operands, axes in and out, nested, with and without groups."""
+"""vmap: every subset of mapped operands, in and out axes, nested, with and without groups."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def integers(seed: int, shape) -> np.ndarray:
 
 
 def stacked(op: Op, problem: Problem, lhs, rhs, mapped) -> np.ndarray:
-    """The loop that vmap stands for."""
+    """The equivalent loop: the stacked results of each example."""
     parts = [
         reference(op, problem, lhs[i] if mapped[0] else lhs, rhs[i] if mapped[1] else rhs)
         for i in range(COUNT)
@@ -52,7 +52,7 @@ def stacked(op: Op, problem: Problem, lhs, rhs, mapped) -> np.ndarray:
 @pytest.mark.parametrize("mapped", [(True, False), (False, True), (True, True)])
 @pytest.mark.parametrize("op", Op)
 def test_every_subset_of_operands(platform, op, mapped, groups, layout):
-    """Each with the batch axis first, last and in between, and the result's likewise."""
+    """The batch axis is first, last or between, in operands and result."""
     problem = case(groups)
     call = problem.operation(op, "f32", layout=layout)
     shapes = [problem.canonical_shape(role) for role in op.roles[:2]]
@@ -103,7 +103,7 @@ SUBSETS = [(True, False), (False, True), (True, True)]
 @pytest.mark.parametrize(("outer", "inner"), list(itertools.product(SUBSETS, SUBSETS)))
 @pytest.mark.parametrize("op", Op)
 def test_nested(platform, op, outer, inner, groups):
-    """Two levels: in particular one operand mapped over what is already a batched convolution."""
+    """Two levels of vmap; in particular over one operand of a batched convolution."""
     problem = case(groups)
     call = problem.operation(op, "f32")
     counts, arrays = (2, 3), []
@@ -128,7 +128,7 @@ def test_nested(platform, op, outer, inner, groups):
 
 @pytest.mark.parametrize("groups", [1, 2])
 def test_per_example_gradients(platform, groups):
-    """vmap(grad): the filter is shared, its gradients are not."""
+    """vmap of grad: examples share the filter, but not its gradient."""
     problem = case(groups)
     x, w = (
         integers(0, (COUNT, *problem.canonical_shape("x"))),
@@ -148,7 +148,7 @@ def test_per_example_gradients(platform, groups):
 
 
 def test_per_example_filters_and_their_gradient(platform):
-    """grad of vmap: a hypernetwork's filters, one for each example."""
+    """grad of vmap: each example has its own filter, as from a hypernetwork."""
     problem = case(1)
     x, w, t = (integers(i, (COUNT, *problem.canonical_shape(role))) for i, role in enumerate("xwy"))
     conv = functools.partial(jaxconv.conv, stride=(1, 2), padding=problem.padding, dilation=(2, 1))

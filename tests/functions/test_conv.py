@@ -24,7 +24,7 @@ def integers(seed: int, *shapes, dtype=np.float32, bound: int = 4) -> list[np.nd
 
 
 def both(x, w, **parameters):
-    """(ours, lax's) of the same call of conv_general_dilated, compiled."""
+    """Results of conv_general_dilated, compiled: (this library's, lax's)."""
     ours = jax.jit(functools.partial(jaxconv.conv_general_dilated, **parameters))(x, w)
     return ours, by_lax(x, w, **parameters)
 
@@ -47,7 +47,7 @@ SPATIAL, WINDOW = (6, 7, 5), (3, 2, 3)
 
 
 def tensors(letters: tuple[str, str, str], n=2, c=4, k=6, groups=1, dtype=np.float32):
-    """x and w in the given order of letters."""
+    """x and w with axes in the given order of letters."""
     rank = len(letters[0]) - 2
     axes = "DHW"[3 - rank :]
     extents = dict(zip(axes, SPATIAL, strict=False)) | {"N": n, "C": c}
@@ -109,7 +109,7 @@ def test_every_form_of_padding(platform, padding, pairs):
 
 @pytest.mark.parametrize("padding", ["SAME", "SAME_LOWER", "VALID"])
 def test_padding_strings_on_every_remainder(platform, padding):
-    """Extents, windows, strides and dilations of every parity: where an odd rest goes."""
+    """Even and odd extents, windows, strides and dilations: which side gets the odd element."""
     for extent in (5, 6, 7, 8):
         for window in (1, 2, 3, 4):
             for stride, dilation in ((1, 1), (2, 1), (3, 1), (1, 2), (2, 3)):
@@ -125,7 +125,7 @@ def test_padding_strings_on_every_remainder(platform, padding):
                     for f in (jaxconv.conv_general_dilated, lax.conv_general_dilated)
                 )
                 assert ours.shape == theirs.shape, (extent, window, stride, dilation)
-    # Where the padding went shows in the numbers; one odd rest on each axis.
+    # The numbers show where the padding went: each axis has one odd element.
     x, w = integers(2, (2, 6, 7, 3), (4, 3, 3, 5))
     for stride in (1, 2, 3):
         ours, theirs = both(
@@ -170,7 +170,7 @@ def test_lists_and_python_scalars_are_arrays(platform):
 
 
 def test_cross_correlation_not_convolution(platform):
-    """The filter is not flipped: the definition in the docstring, by hand."""
+    """The filter is not flipped: the docstring's definition, summed by hand."""
     x = np.arange(1.0, 6.0, dtype=np.float32).reshape(1, 5, 1)
     w = np.array([1, 10, 100], np.float32).reshape(3, 1, 1)
     y = jaxconv.conv(x, w, padding=((1, 0),), stride=2)
@@ -195,7 +195,7 @@ def test_cross_correlation_not_convolution(platform):
     ids=str,
 )
 def test_every_form_of_dimension_numbers(platform, dimension_numbers):
-    """Any permutation of the axes, and its gradients."""
+    """Every permutation of the axes, with gradients."""
     numbers = lax.conv_dimension_numbers((2,) * 4, (2,) * 4, dimension_numbers)
     shapes = []
     for spec, extents in ((numbers.lhs_spec, (2, 4, 7, 6)), (numbers.rhs_spec, (6, 2, 3, 2))):
@@ -236,7 +236,7 @@ def test_batch_groups(platform, letters, count):
         padding="SAME",
         dimension_numbers=letters,
         batch_group_count=count,
-        precision="highest",  # cotangents beyond TF32's mantissa
+        precision="highest",  # cotangents exceed TF32's mantissa
     )
     assert_exact(*both(x, w, **parameters), f"batch_group_count {count}")
 
@@ -287,7 +287,7 @@ def test_lhs_dilation(platform, lhs_dilation, padding):
 
 
 def transposed_both(x, w, *arguments, **parameters):
-    """(ours, lax's) of one conv_transpose and its gradients."""
+    """Results of conv_transpose and its gradients: (this library's, lax's)."""
 
     def with_gradients(f):
         def run(x, w):
@@ -335,7 +335,7 @@ def numbers_of(rank: int) -> lax.ConvDimensionNumbers:
 
 
 def test_conv_transpose_is_the_data_gradient_of_a_convolution(platform, native_kernels):
-    """In one call, with the filter as it is."""
+    """It is one call, which reads the filter without a copy."""
     x, dy, w = integers(23, (2, 8, 8, 3), (2, 4, 4, 6), (3, 3, 3, 6))
     _, vjp = jax.vjp(lambda x: jaxconv.conv(x, w, stride=2), x)
     transposed = functools.partial(
@@ -349,7 +349,7 @@ def test_conv_transpose_is_the_data_gradient_of_a_convolution(platform, native_k
 
 @pytest.mark.parametrize("name", ["conv_general_dilated", "conv_transpose"])
 def test_the_signature_is_that_of_lax(name):
-    """Positional callers, and libraries that take a convolution function, see no difference."""
+    """Positional arguments mean the same, and libraries can take either function."""
     import inspect
 
     ours = list(inspect.signature(getattr(jaxconv, name)).parameters.values())
@@ -361,7 +361,7 @@ def test_the_signature_is_that_of_lax(name):
 
 
 def test_no_spatial_axes(platform):
-    """A matrix product, which is a convolution with a window of one."""
+    """A convolution without spatial axes is a matrix product."""
     x, w = integers(7, (4, 6), (8, 3))
     ours, theirs = both(x, w, window_strides=(), padding=(), feature_group_count=2)
     assert_exact(ours, theirs, "0-D")
@@ -489,7 +489,7 @@ def test_algorithm_xla_is_lax(platform):
 
 
 def test_every_family_can_be_asked_for(platform, native_kernels):
-    """On a problem it takes, a family's name leads to one of its instances."""
+    """For a problem that a family takes, the family's name selects one of its instances."""
     p = BY_NAME["plain"]
     families = native_kernels.module.families()
     assert families

@@ -1,6 +1,6 @@
-"""Sizes at the ends of what there is, algorithms that cannot serve, handlers given wrong buffers.
+"""Extreme sizes, algorithms that cannot serve, handlers with wrong buffers.
 
-``adversary.py`` has what is refused while JAX traces.
+``adversary.py`` covers errors that are raised while JAX traces.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ X, W = zeros(2, 8, 8, 4), zeros(3, 3, 4, 6)
 
 
 def traced(function, *arguments, **parameters):
-    """Tracing alone must find the fault, so nothing is compiled or run."""
+    """Tracing alone must raise the error: nothing is compiled or run."""
     return jax.eval_shape(lambda: function(*arguments, **parameters))
 
 
@@ -38,7 +38,7 @@ NHWC = {"dimension_numbers": ("NHWC", "HWIO", "NHWC")}
 
 
 def test_an_algorithm_that_cannot_serve_says_why_and_what_could(native_cpu):
-    """float64 is known to no kernel; the message names each reason and the way out."""
+    """No kernel takes float64. The message has each kernel's reason and an alternative."""
     with jax.enable_x64(True):
         x, w = X.astype(np.float64), W.astype(np.float64)
         for family in native_cpu.module.families():
@@ -49,7 +49,7 @@ def test_an_algorithm_that_cannot_serve_says_why_and_what_could(native_cpu):
 
 
 def test_an_algorithm_for_one_direction_is_checked_where_it_is_differentiated(native_cpu):
-    """An instance of fprop says nothing of the gradients: they are chosen as usual."""
+    """An instance of fprop does not constrain the gradients, whose kernels are chosen as usual."""
     fprop = native_cpu.module.select(BY_NAME["plain"].line(Op.FPROP, "f32"), "auto", "")[0]
     x, w = (zeros(*BY_NAME["plain"].canonical_shape(role)) for role in "xw")
 
@@ -91,7 +91,7 @@ def test_degenerate_sizes_give_what_lax_gives(platform, name):
     assert actual.shape == expected.shape and actual.dtype == expected.dtype
     np.testing.assert_array_equal(actual, expected)
     np.testing.assert_array_equal(jaxconv.conv(x, w, padding=padding), expected)
-    # Its gradients are zeros of the operands' shapes.
+    # The gradients of an empty result are zeros with the operands' shapes.
     gradients = jax.jit(jax.grad(lambda *a: by(jaxconv.conv_general_dilated)(*a).sum(), (0, 1)))(
         x, w
     )
@@ -107,7 +107,7 @@ HUGE = [1_200_000_000, 2**31 - 1, 2**31, 2**40, 2**62]
 @pytest.mark.parametrize("way", ["auto", "native", "xla", "override"])
 @pytest.mark.parametrize("huge", HUGE)
 def test_huge_strides_and_padding(huge, way):
-    """Two windows: the first meets padding alone, the second the first three elements."""
+    """Two windows: the first covers only padding, the second the first three elements."""
 
     def conv(x, w):
         if way == "override":
@@ -127,7 +127,7 @@ def test_huge_strides_and_padding(huge, way):
 
 
 def test_a_huge_stride_of_integers():
-    """One window, at -4: no tap meets the input."""
+    """One window, at position -4: no tap meets the input."""
     x, w = np.ones((1, 2, 2), np.int8), np.ones((2, 2, 1), np.int8)
     options = dict(stride=2**31 - 2, padding=[(4, 0)], preferred_element_type="int32")
     with jax.default_device(jax.devices("cpu")[0]):
@@ -171,7 +171,7 @@ PROBLEM = BY_NAME["stride_and_tail"]
 
 
 def call_handler(kernels, **changes):
-    """Calls a registered handler as the lowering does, except for the given changes."""
+    """Calls a registered handler as the lowering does, with ``changes`` to its attributes."""
     given = {**GOOD, **changes}
     op, dtype = given["op"], given["dtype"]
     line = PROBLEM.line(op, dtype)
@@ -257,7 +257,7 @@ MISMATCHES = {
 
 
 def test_the_handler_accepts_what_the_lowering_sends(platform, native_kernels):
-    """Else the refusals below would prove nothing."""
+    """Without changes the call succeeds; otherwise the refusals below would prove nothing."""
     for op in Op:
         assert call_handler(native_kernels, op=op).shape == PROBLEM.canonical_shape(op.roles[2])
 
@@ -272,7 +272,7 @@ def test_a_handler_given_wrong_buffers_or_attributes_returns_an_error(
 
 @pytest.mark.parametrize("op", Op)
 def test_a_workspace_that_is_too_small_is_refused(platform, native_kernels, op):
-    """For every operation whose selection asks for one; the CPU's handler allocates its own."""
+    """For every operation that needs a workspace. The CPU's handler allocates its own."""
     line = PROBLEM.line(op, "f32")
     needed = native_kernels.module.select(line, "native", "")[1]
     if needed == 0:
@@ -285,9 +285,10 @@ def test_a_workspace_that_is_too_small_is_refused(platform, native_kernels, op):
 
 
 def representatives(platform: str, kernels) -> list[str]:
-    """An instance of every operation, device kernel and form of it; on the CPU every one.
+    """One instance for each operation, device kernel and form; on the CPU every instance.
 
-    Those of a device kernel differ in numbers of the table, and share the code that refuses.
+    Instances of a device kernel differ only in the table's numbers, and share the code that
+    refuses.
     """
     if platform == "cpu":
         return list(kernels.kernels())
@@ -308,7 +309,7 @@ def test_an_instance_of_another_operation_is_refused(platform, native_kernels, o
 
 
 def test_an_instance_that_does_not_take_the_problem_is_refused(platform, native_kernels):
-    """The handler checks again what selection had checked."""
+    """The handler repeats the checks of selection."""
     tried = 0
     for op in Op:
         line = PROBLEM.line(op, "f32")

@@ -1,4 +1,4 @@
-"""What users of other libraries pass to ``conv`` and its relatives, against NumPy and lax."""
+"""Arguments of ``conv`` and its relatives as in other libraries, compared with NumPy and lax."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ RNG = np.random.default_rng(0)
 
 
 def integers(*shape, dtype=np.float32):
-    """Small ones: every sum is exact."""
+    """Small integers, so that every sum is exact."""
     return RNG.integers(-3, 4, shape).astype(dtype)
 
 
@@ -67,13 +67,13 @@ def test_names_of_layouts(batched):
 
 
 def continued(x, r, dilation, mode):
-    """Rows of x at the positions that Flax's padding continues it to, by index arithmetic."""
+    """Rows of x continued by Flax's padding ``mode``, by index arithmetic."""
     reach = (r - 1) * dilation + 1
     at = np.arange(-((reach - 1) // 2), x.shape[1] + reach // 2)
     extent = x.shape[1]
     if mode == "CIRCULAR":
         at %= extent
-    else:  # a mirror at the first and the last element
+    else:  # mirrored at the first and the last element
         at = at % (2 * extent - 2)
         at = np.where(at < extent, at, 2 * extent - 2 - at)
     return x[:, at]
@@ -85,7 +85,7 @@ def continued(x, r, dilation, mode):
     [(6, 3, 1, 1), (6, 4, 2, 1), (5, 3, 3, 2), (3, 5, 1, 4), (4, 1, 1, 1), (7, 2, 1, 3)],
 )
 def test_continued_inputs_and_their_gradients(mode, extent, r, stride, dilation):
-    """Also where the padding is wider than the input: it goes around more than once."""
+    """Padding may be wider than the input, which then repeats more than once."""
     x, w = integers(2, extent, 4), integers(r, 4, 3)
     options = dict(stride=stride, dilation=dilation)
 
@@ -173,7 +173,7 @@ def test_lax_names_do_not_promote():
 
 
 def scattered(x, w, stride, padding, output_padding, dilation, groups):
-    """PyTorch's definition: x (N, C, I), w (C, K / groups, R) -> (N, K, P)."""
+    """The definition in PyTorch: x (N, C, I), w (C, K / groups, R) -> (N, K, P)."""
     n, c, extent = x.shape
     _, k_per_group, r = w.shape
     full = (extent - 1) * stride + (r - 1) * dilation + 1
@@ -225,7 +225,7 @@ def test_conv_transpose_is_pytorchs(groups, stride, padding, output_padding, dil
 
 @pytest.mark.parametrize("groups", [1, 2])
 def test_groups_of_a_filter_in_laxs_form(groups):
-    """Without transpose_kernel: the convolution of the dilated input, groups as everywhere."""
+    """Without transpose_kernel: the convolution of the dilated input, with the usual groups."""
     x, w = integers(2, 5, 4, 4), integers(3, 2, 4 // groups, 6)
     y = jaxconv.conv_transpose(x, w, (2, 3), "SAME", groups=groups)
     parts = [
@@ -236,7 +236,7 @@ def test_groups_of_a_filter_in_laxs_form(groups):
 
 
 def test_a_grouped_transpose_costs_no_copy():
-    """The filter goes to lax's form and back; the program must not show it."""
+    """The filter is converted to lax's form and back, which must not appear in the program."""
     x, w = integers(2, 8, 8, 8), integers(3, 3, 4, 8)
 
     def ours(x, w):
@@ -319,7 +319,7 @@ def test_local(options, numbers):
 
 
 def test_patches_copy():
-    """Nothing is multiplied: a NaN stays where it is, and integers of any width are kept."""
+    """Patches are copied, not multiplied: NaN reaches no other element, wide integers are exact."""
     x = integers(1, 4, 4, 2)
     x[0, 1, 2, 0] = np.nan
     options = dict(

@@ -1,4 +1,4 @@
-"""NaN and Inf on the CPU: what docs/precision.md promises of where they go."""
+"""NaN and Inf on the CPU: they go where docs/precision.md says."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def with_gradients(f, x, w, dy):
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def meets(layer: Layer, padded: bool, bad: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    """Which results have a product with a bad element, by counting in lax.
+    """Which results have a product with a bad element, found by counting with lax.
 
     With ``padded``, padding counts as elements of x, so that a bad element of the filter meets it,
     and so does one of dy.
@@ -75,7 +75,7 @@ def meets(layer: Layer, padded: bool, bad: dict[str, jax.Array]) -> dict[str, ja
     everywhere["x"] = jnp.pad(everywhere["x"], frame, constant_values=float(padded))
     bad = {**bad, "x": jnp.pad(bad["x"], frame)}
     x, w, dy = (everywhere[name] for name in ("x", "w", "dy"))
-    all_dy = jnp.ones_like(f(x, w))  # outputs beside dy count as padding does
+    all_dy = jnp.ones_like(f(x, w))  # outputs outside dy count as padding does
     counts = {
         "y": f(bad["x"], w) + f(x, bad["w"]),
         "dx": jax.vjp(lambda a: f(a, w), x)[1](bad["dy"])[0]
@@ -85,7 +85,7 @@ def meets(layer: Layer, padded: bool, bad: dict[str, jax.Array]) -> dict[str, ja
     }
     inside = slice(layer.dilation, -layer.dilation)
     counts["dx"] = counts["dx"][:, inside, inside]
-    if padded:  # a gradient's window also meets what lies beside dy
+    if padded:  # a gradient's window also meets the outputs outside dy
         channels = jnp.where(bad["w"].any(), counts["dx"].any((0, 1, 2)), False)
         counts["dx"] += channels
     return {name: count > 0 for name, count in counts.items()}
@@ -94,7 +94,7 @@ def meets(layer: Layer, padded: bool, bad: dict[str, jax.Array]) -> dict[str, ja
 @pytest.mark.parametrize("algorithm", ["native", "im2col"])
 @pytest.mark.parametrize("name", LAYERS)
 def test_where_nan_and_inf_go(native_cpu, name, algorithm):
-    """To every result that they are a factor of; besides only to those where they meet padding."""
+    """Results with a bad factor are bad; others only if it meets padding there."""
     layer = LAYERS[name]
     rng = np.random.default_rng(0)
     shapes = {
@@ -131,7 +131,7 @@ def test_where_nan_and_inf_go(native_cpu, name, algorithm):
 @pytest.mark.parametrize("channels", [1, 2, 3, 5, 17, 33])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_an_element_stays_within_its_windows(native_cpu, dtype, channels, groups):
-    """Whatever the number of channels that are summed: no kernel reads the next pixel with it."""
+    """For any number of summed channels: no kernel reads the next pixel's channels."""
     rng = np.random.default_rng(0)
     for window, stride, summed_by in (
         (1, 1, "y"),
@@ -166,7 +166,7 @@ def test_an_element_stays_within_its_windows(native_cpu, dtype, channels, groups
                     (1, 1, 0),
                     tuple(n - 1 for n in operand.shape[:3]),
                 ):
-                    channel = int(rng.choice(groups)) * channels  # the one that a pair would reach
+                    channel = int(rng.choice(groups)) * channels  # a pair would reach the next one
                     bad = np.zeros_like(operand)
                     bad[*pixel, channel] = 1
                     given = {"y": (bad, w, y), "dx": (x, w, bad)}[summed_by]
@@ -180,7 +180,7 @@ def test_an_element_stays_within_its_windows(native_cpu, dtype, channels, groups
 
 
 def test_the_sets_differ_where_a_filter_meets_padding():
-    """Else the test above could not tell what is allowed from what is not."""
+    """Otherwise the test above could not tell allowed results from others."""
     layer = LAYERS["dense"]
     bad = {
         "x": np.zeros((1, EXTENT, EXTENT, 16), np.float32),
@@ -212,7 +212,7 @@ def test_patches_and_continued_inputs_keep_a_nan_in_its_place(native_cpu):
 @pytest.mark.parametrize("k", [1, 2, 3, 5])
 @pytest.mark.parametrize(("stride", "expansion"), [(1, 1), (1, 2), (2, 2), (2, 1)])
 def test_an_infinity_stays_one_under_override(stride, expansion, k, dtype):
-    """Also of the last of an odd number of channels, and where a forward pass has other forms."""
+    """Also in the last of an odd number of channels, and where the forward pass has other forms."""
     x = jnp.ones((1, 5, 5, k), dtype).at[0, 2, 1, k - 1].set(jnp.inf)
     w = jnp.ones((3, 3, k, 2), dtype)
 

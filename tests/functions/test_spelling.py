@@ -1,4 +1,4 @@
-"""Arguments as newcomers write them: they work, or the error names what does."""
+"""Arguments as beginners write them work, or the error names the right ones."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_a_decorated_function_is_itself(function):
 
 @pytest.mark.parametrize("function", PUBLIC, ids=lambda f: f.__qualname__)
 def test_names_that_are_meant_exist(function):
-    """What an error tells to write is an argument, or a function of this library."""
+    """Names that an error suggests are arguments or functions of this library."""
     known = inspect.getclosurevars(function).nonlocals
     others = inspect.getclosurevars(known["meant"]).nonlocals["others"]
     own = inspect.signature(function).parameters
@@ -88,7 +88,7 @@ def test_names_that_are_meant_exist(function):
 )
 def test_an_activation_in_other_words(given, name):
     assert epilogue.parse_activation(given) == epilogue.parse_activation(name)
-    if not isinstance(given, str | tuple):  # the function itself, at corners too
+    if not isinstance(given, str | tuple):  # a function: its values, also at corners
         t = np.array([-4, -3, -1e-3, 0, 2, 3, 5, 6, 7], np.float32)
         expected, derivative = jax.vjp(given, t)
         form = epilogue.Epilogue(False, False, False, *epilogue.parse_activation(given))
@@ -148,7 +148,7 @@ def test_the_old_name_works_and_warns(call):
 
 
 def test_sums_are_int8_where_that_is_said():
-    """``lax`` and what stands under it wrap; ``int8.conv`` does where it is asked to."""
+    """``lax`` and functions that mirror it wrap sums to int8; ``int8.conv`` does on request."""
     with pytest.raises(ValueError, match="scale: int8 does not hold the sums"):
         int8.conv(X8, W8)
     wide = np.asarray(int8.conv(X8, W8, out_dtype=jnp.int32))

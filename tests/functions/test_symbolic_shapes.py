@@ -1,4 +1,4 @@
-"""Shapes in dimension variables, and what JAX tells of a program: NaN checks and costs."""
+"""Symbolic shapes, JAX's NaN checks, and cost analysis."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ OPTIONS = {
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_symbolic_batch_and_space_with_gradients(name):
-    """One exported program serves every size; lax exports no gradient of a strided layer."""
+    """One exported program serves every size. lax cannot export gradients of a strided layer."""
     options = OPTIONS[name]
     w = draw(3, 3, 4 // options.get("groups", 1), 6)
 
@@ -105,7 +105,7 @@ def test_nan_checks_see_our_primitives(direction):
 
 
 def test_explain_counts_what_a_cost_analysis_cannot(native_cpu):
-    """XLA takes a custom call for -1 operations."""
+    """XLA's cost analysis gives -1 operations for a custom call."""
     x, w = draw(2, 8, 8, 4), draw(3, 3, 4, 6)
     costs = jax.jit(jaxconv.conv).lower(x, w).compile().cost_analysis()
     assert costs["flops"] < 0

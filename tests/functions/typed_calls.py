@@ -1,6 +1,6 @@
-"""Calls as users write them, for the type checker: CI runs mypy on this file, nothing runs it.
+"""Calls as users write them, for the type checker. CI runs mypy on this file; nothing runs it.
 
-A line with ``type: ignore`` must be an error: mypy reports an ignored error that there is not.
+A line with ``type: ignore`` must have an error, because mypy reports unused ones.
 """
 
 from __future__ import annotations

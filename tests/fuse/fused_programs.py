@@ -1,4 +1,4 @@
-"""Programs that ``fuse`` rewrites, the calls that it makes of them, and their results."""
+"""Programs that ``fuse`` rewrites, the resulting calls, and comparisons of results."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def conv(x, w=W, numbers=NHWC, **options):
 
 
 def calls(function, *args) -> list[str]:
-    """The epilogues of the calls in a program, in its order."""
+    """The epilogues of a program's fused calls, in the program's order."""
     return [
         " ".join(e.params["epilogue"].words)
         for e in equations(jax.make_jaxpr(function)(*args))
@@ -42,12 +42,12 @@ def epilogues(function, *args) -> list[str]:
 
 
 def reasons(function, *args) -> str:
-    """Why chains end."""
+    """The reasons why ``fuse`` ended its chains."""
     return "\n".join(c.chain_end for c in jaxconv.explain(jaxconv.fuse(function), *args))
 
 
 def assert_close(actual, expected) -> None:
-    """Equal but for the order of sums and, in 16 bits, for the roundings that fuse leaves out."""
+    """Equal up to the order of sums and, in 16 bits, up to roundings that ``fuse`` omits."""
     for a, e in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         assert (a.shape, a.dtype) == (e.shape, e.dtype)
         a, e = np.asarray(a, np.float64), np.asarray(e, np.float64)
@@ -60,6 +60,6 @@ def expected_wide(tree) -> bool:
 
 
 def check(function, *args, gives: list[str]) -> None:
-    """The calls, and the same result."""
+    """``fuse`` makes the calls ``gives``, and the result stays the same."""
     assert epilogues(function, *args) == gives
     assert_close(jax.jit(jaxconv.fuse(function))(*args), jax.jit(function)(*args))

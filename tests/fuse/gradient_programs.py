@@ -1,4 +1,4 @@
-"""A fused layer and its loss, for tests of derivatives inside of ``fuse``."""
+"""A fused layer and its loss, for tests of derivatives inside ``fuse``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PARAMETERS = {
 
 
 def layer(p, x):
-    """Its derivative by the gain needs what is multiplied: not part of a fused forward pass."""
+    """Its derivative by the gain needs an operand that the fused forward pass does not keep."""
     return jax.nn.silu((conv(x, p["w"]) - p["mean"]) * p["gain"] + p["offset"])
 
 

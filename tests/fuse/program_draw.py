@@ -1,7 +1,7 @@
-"""Random programs of convolutions: each a function of (seed, index), as plain data.
+"""Random programs of convolutions, as plain data; each is a function of (seed, index).
 
-A program is 1 to 4 layers. A layer is a convolution and a chain of steps behind it, in one of the
-spellings that programs have. ``apply`` computes a program on arrays that ``arrays`` draws.
+A program has 1 to 4 layers. A layer is a convolution followed by a chain of steps, each in one of
+the spellings that occur in programs. ``apply`` computes a program on arrays that ``arrays`` draws.
 ``program_transforms`` has the transformations of JAX.
 """
 
@@ -29,14 +29,14 @@ LAYOUTS = {"NHWC": ("NHWC", "HWIO", "NHWC"), "NCHW": ("NCHW", "OIHW", "NCHW")}
 
 @dataclasses.dataclass(frozen=True)
 class Conv:
-    """One convolution; ``groups`` divides its input channels, and ``k`` is a multiple of it."""
+    """One convolution. ``groups`` divides the numbers of input and output channels."""
 
     k: int
     window: int = 3
     stride: int = 1
     dilation: int = 1
     groups: int = 1
-    expansion: int = 1  # of x, which makes it a transposed convolution
+    expansion: int = 1  # dilation of x; above 1 a transposed convolution
     padding: str = "SAME"
 
 
@@ -49,7 +49,7 @@ class Layer:
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """A program; ``repr`` of it is the repro that a person reads."""
+    """A program. Its ``repr`` is the repro for a person."""
 
     seed: int
     index: int
@@ -60,7 +60,7 @@ class Program:
     layers: tuple[Layer, ...]
     transform: str
     constants: bool = False
-    target: str = ""  # JAXCONV_TARGET while it is fused
+    target: str = ""  # JAXCONV_TARGET while ``fuse`` rewrites it
 
     def __str__(self) -> str:
         n, extent, c = self.shape
@@ -89,18 +89,17 @@ ACTIVATIONS: dict[str, Callable] = {
     "where(y >= 0, y, 0.5 y)": lambda y: jnp.where(y >= 0, y, 0.5 * y),
     "abs": jnp.abs,
 }
-# It has no forward mode.
+# This activation has no forward-mode derivative.
 _REVERSE_ONLY = "custom_vjp relu"
 
-# Where the derivatives of these jump, by the spelling of what they rectify.
+# The operands at which derivatives of these activations jump, by spelling.
 KINKS: dict[str, tuple[float, ...]] = {
     **{name: a.kinks for name, a in spelling_layers.ACTIVATIONS.items() if a.kinks},
     **dict.fromkeys(("leaky_relu of 0.25", "max(y, 0.75 y)", "where(y >= 0, y, 0.5 y)"), (0.0,)),
     "abs": (0.0,),
 }
 
-# The norms in spellings without those that give NaN where others do not: sqrt at 0, and 0 times NaN
-# of another group.
+# The norms, except spellings that alone give NaN: sqrt at 0, and 0 times another group's NaN.
 _VARIANCES = ("jnp.std ** 2",)
 NORMS = (
     *(name for name in spelling_groups.GROUP_FORMS if name != "group norm, by products"),
@@ -122,11 +121,11 @@ def parts_of(step: str) -> Parts:
     return Parts(*names, early == "True")
 
 
-Get = Callable[..., jax.Array]  # an array by its name, number of elements or shape, and kind
+Get = Callable[..., jax.Array]  # (name, number of elements or shape, kind) -> array
 
 
 class Steps:
-    """The other steps: y, and a way to get arrays, to the next y."""
+    """The other steps. Each takes y and returns the next y; it gets arrays by ``get``."""
 
     def __init__(self, get: Get, channels: int, axis: int, image: jax.Array):
         self.get, self.channels, self.axis, self.image = get, channels, axis, image
@@ -255,11 +254,11 @@ class Steps:
         return jnp.moveaxis(jnp.matmul(last, w, precision="highest"), -1, self.axis)
 
     def kept(self, y, number: str):
-        """A factor for each example, 0 or 2."""
+        """A factor of 0 or 2 for each example."""
         return self.get(f"kept{number}", (y.shape[0], 1, 1, 1), "kept").astype(y.dtype)
 
     def projected(self, y, number: str):
-        """The sum with a pointwise convolution of the layer's input, if that has y's positions."""
+        """Adds a pointwise convolution of the layer's input, if that has y's spatial extents."""
         c, outer = self.image.shape[self.axis], (self.channels,)
         spatial = [a for a in (1, 2, 3) if a != self.axis]
         if any(self.image.shape[a] != y.shape[a] for a in spatial):
@@ -273,7 +272,7 @@ class Steps:
         return y + shortcut.astype(y.dtype)
 
     def with_input(self, name: str, y, number: str):
-        """A sum with the layer's input, of y's shape."""
+        """Adds the layer's input, which has y's shape."""
         image = self.image.astype(y.dtype)
         match name:
             case "y + input":
@@ -315,7 +314,7 @@ EXTREME = ("y * 1e20 / 1e20", "(y - 1e20) * 1e20", "y * 1e-30 * 1e30")
 
 
 def apply(program: Program, get: Get, x: jax.Array, seen: Callable | None = None) -> jax.Array:
-    """The program's result. ``seen`` is told each activation's spelling and its operand."""
+    """Computes the program. Calls ``seen`` with each activation's spelling and operand."""
     numbers, y = LAYOUTS[program.layout], x
     axis = program.layout.index("C")
     for at, layer in enumerate(program.layers):
@@ -354,14 +353,14 @@ def apply(program: Program, get: Get, x: jax.Array, seen: Callable | None = None
 
 
 def draw(seed: int, index: int) -> Program:
-    """The program with this number."""
+    """The program of (seed, index)."""
     d = Draw(seed, index, 2)
     dtype, data = d.one_of(*DTYPES), d.one_of(*DATA)
     transform, layout = d.one_of(*TRANSFORMS), d.one_of("NHWC", "NHWC", "NCHW")
     if dtype == "float16" and data == "large":
         data = "normal"
     if transform == "grad of grad" and data == "special":
-        data = "normal"  # filter gradients, in which XLA places NaN as it likes, reach all results
+        data = "normal"  # filter gradients have NaN at places of XLA's choice and reach all results
     shape = d.integer(1, 3), d.integer(3, 6), d.one_of(1, 2, 3, 4, 4, 5, 8)
     c, layers = shape[2], []
     for _ in range(d.one_of(1, 1, 1, 2, 2, 3, 4)):
@@ -385,7 +384,7 @@ def draw(seed: int, index: int) -> Program:
             )
         steps, wide = _steps(d, data, transform, layout, kind), d.chance(0.3)
         if dtype != "float32" and any(map(_takes_narrow_moments, steps)):
-            wide = True  # as libraries do: in 16 bits the variance of few numbers has no digit
+            wide = True  # as in libraries: a 16-bit variance of few numbers has no correct digit
         layers.append(Layer(conv, steps, wide))
         c = conv.k
     return Program(
@@ -407,7 +406,7 @@ def _takes_narrow_moments(step: str) -> bool:
 
 
 def _norm(d: Draw, layout: str) -> str:
-    """A norm's step, of a batch in three of four."""
+    """A norm's step; usually a batch norm."""
     if d.chance(0.15):
         return d.one_of(*TRAINED)
     if d.chance(0.2):
@@ -457,7 +456,7 @@ def _activation(d: Draw, transform: str) -> str:
 
 
 def arrays(program: Program) -> tuple[dict[str, np.ndarray], np.ndarray]:
-    """The parameters by name, and the input: float64 numbers that the program's dtype has."""
+    """The parameters by name, and the input: float64 numbers that the program's dtype holds."""
     rng = np.random.default_rng([program.seed, program.index, 3])
     n, extent, c = program.shape
     shape = (n, extent, extent, c) if program.layout == "NHWC" else (n, c, extent, extent)
@@ -485,7 +484,7 @@ def arrays(program: Program) -> tuple[dict[str, np.ndarray], np.ndarray]:
         normal = rng.standard_normal(shape)
         match kind:
             case "filter":
-                # In XLA, not in our kernels, products with no element of x count as zeros too.
+                # The fan-in, which includes products with zeros of the padding and of dilation.
                 inner = shape[0] * shape[1] * shape[2] if program.layout == "NHWC" else 0
                 inner = inner or shape[1] * shape[2] * shape[3]
                 return normal / np.sqrt(inner)

@@ -59,13 +59,13 @@ def work(seed: int, indices: Sequence[int], options) -> dict:
 
 
 def shrunk(program, mode: str):
-    """A smaller program that fails in the same mode; no part of it can go."""
+    """A smaller program that fails in the same mode, and from which no part can be removed."""
     from program_judge import judge
 
     def fails(candidate) -> bool:
         try:
             return bool(judge(candidate, (mode,))[0])
-        except Exception:  # no program: a shape without elements, groups that do not divide
+        except Exception:  # not a program: an empty shape, or groups that do not divide
             return False
 
     smaller = True
@@ -76,7 +76,7 @@ def shrunk(program, mode: str):
 
 
 def reductions(program) -> Iterator:
-    """Programs with one part less."""
+    """Programs with one part less than ``program``."""
     layers = program.layers
     for at in range(len(layers) - 1, -1, -1):
         if len(layers) > 1:
@@ -104,7 +104,7 @@ def reductions(program) -> Iterator:
     for shape in ((1, extent, c), (n, 3, c), (n, extent, 1)):
         if shape != program.shape:
             yield dataclasses.replace(program, shape=shape)
-    # From the plainest value on: no reduction leads back.
+    # Values are listed from the plainest on, so no reduction is undone.
     for name, values in (
         ("constants", (False, True)),
         ("target", ("",)),

@@ -1,4 +1,4 @@
-"""Judges random programs: under ``override`` and ``fuse``, by the same program under lax.
+"""Judges random programs: compares results under ``override`` and ``fuse`` with those of lax.
 
 The required agreement between our results and lax's depends on the numbers:
 
@@ -11,10 +11,11 @@ The required agreement between our results and lax's depends on the numbers:
   results if every operand changes by one rounding. In 16 bits ``fuse`` omits roundings, so its
   error may be smaller.
 
-For derivatives the last two criteria, and the first at a few positions, do not apply if the operand
-of an activation is not exact and lies within its rounding error of a kink. Such programs are
-counted but not judged. With normal numbers in 16 bits nearly every program has a few such elements,
-so the norm of the error and the share of elements that are 0 are judged.
+Derivatives jump at the kinks of activations. If an activation's operand is inexact and lies within
+its rounding error of a kink, the last two criteria do not apply to derivatives, nor does the first
+at a few positions. Such programs are counted but not judged. With normal numbers in 16 bits nearly
+every program has a few such elements, so the norm of the error and the share of elements that are 0
+are judged.
 """
 
 from __future__ import annotations
@@ -35,13 +36,14 @@ from program_transforms import transformed
 
 import jaxconv
 
-# An error of ours over lax's, both the largest of an array's elements, or of their norms.
+# The largest ratio of our error to lax's, for the maximum over an array and for norms.
 RATIO = 4.0
-# Beside that, in roundings of the largest number: sums in another order, and activations that two
-# formulas compute in float32: the derivative of XLA's own gelu by tanh is off by up to 30.
+# An error allowed in addition, in roundings of the largest number. It covers other orders of
+# summation; OF_FORMULAS covers activations that two formulas compute in float32 (the derivative of
+# XLA's gelu by tanh is off by up to 30 roundings).
 ROUNDINGS = 8.0
 OF_FORMULAS = 64.0
-# In 16 bits, of derivatives beside kinks: of the norm, and of the elements that are 0.
+# For 16-bit derivatives at kinks: the allowed norm of the error, and share of zeros.
 JUMPS = 0.15
 ZEROS = 0.06
 
@@ -51,10 +53,10 @@ INEXACT = (
     *("relu6(y + 3)", "logistic", "erf", "selu", "nn.elu", "expm1", "nn.leaky_relu", "squareplus"),
     *("norm", "training", "0.1", "0.3", "mean(", "/ scale", "average", "squeeze"),
 )
-# How often lax runs with other roundings of its operands, until one of the runs explains an error.
+# How often lax runs with slightly changed operands, until a run explains an error.
 DRAWS = 16
 
-FUSED = "programs with a fused call"  # one that does more than a convolution
+FUSED = "programs with a fused call"  # a call with more than a convolution
 
 MODES = ("override", "fuse outside", "fuse inside")
 _DERIVATIVES = ("grad", "vjp", "jvp", "linearize", "hvp")
@@ -74,7 +76,7 @@ def _target(name: str):
 
 
 def _of(program: Program, dtype: str, parameters, x) -> tuple[Callable, Any, Any]:
-    """The program as a function, its parameters (none where they are constants), its input."""
+    """The program as a function, its parameters ({} if they are constants), and its input."""
     given = {name: jnp.asarray(a, dtype) for name, a in parameters.items()}
 
     def f(p, x):
@@ -87,10 +89,10 @@ def _of(program: Program, dtype: str, parameters, x) -> tuple[Callable, Any, Any
 def run(
     program: Program, mode: str, draw: int | None = None, calls: set[str] | None = None
 ) -> list[np.ndarray]:
-    """The results of a mode, in the program's types; of mode "float64" in float64.
+    """The results in a mode, in the program's types; in mode "float64" in float64.
 
-    With ``draw`` every operand is moved by one rounding or none. ``calls`` takes the names of the
-    library's primitives in the program.
+    With ``draw``, each operand changes by one rounding or not at all. The names of the library's
+    primitives in the program are added to ``calls``.
     """
     parameters, x = arrays(program)
     if draw is not None:
@@ -120,7 +122,7 @@ def run(
 
 
 def _operands(program: Program, dtype: str) -> list[tuple[str, np.ndarray]]:
-    """What the program's activations with kinks are applied to, of x and of -x."""
+    """The operands of the program's activations with kinks, for inputs x and -x."""
     parameters, x = arrays(program)
     names: list[str] = []
 
@@ -136,7 +138,7 @@ def _operands(program: Program, dtype: str) -> list[tuple[str, np.ndarray]]:
             apply(program, lambda name, *_: values[name], each, seen)
         return found
 
-    rounded = {"xla_allow_excess_precision": False}  # every value, as it is written
+    rounded = {"xla_allow_excess_precision": False}  # rounds every value as the program says
     with jax.enable_x64(dtype == "float64"):
         values = {name: jnp.asarray(a, dtype) for name, a in parameters.items()}
         found = jax.jit(operands, compiler_options=rounded)(values, jnp.asarray(x, dtype))
@@ -144,9 +146,10 @@ def _operands(program: Program, dtype: str) -> list[tuple[str, np.ndarray]]:
 
 
 def beside_a_kink(program: Program) -> bool:
-    """Whether an activation's operand lies within its rounding error of a kink, and not exactly.
+    """Whether an activation's operand is inexact and within its rounding error of a kink.
 
-    Where every operand is exact in the program's type, a kink is met or not, and both are judged.
+    If all operands are exact in the program's type, both programs decide alike at a kink, and the
+    results are judged.
     """
     exact, rounded = _operands(program, "float64"), _operands(program, program.dtype)
     eps = float(jnp.finfo(program.dtype).eps)
@@ -161,7 +164,7 @@ def beside_a_kink(program: Program) -> bool:
 
 
 def patterns(got: np.ndarray, expected: np.ndarray, derivative: bool) -> bool:
-    """Whether NaN and infinities lie in the same places, of a derivative one of both."""
+    """Whether NaN and each infinity (for derivatives: any of them) have the same positions."""
     if derivative:
         return bool((np.isfinite(got) == np.isfinite(expected)).all())
     return not _differs(got, expected).any()
@@ -186,7 +189,7 @@ def complaint(
     steps = [name for layer in program.layers for name in layer.steps]
     rounds = any(part in name for name in steps for part in INEXACT)
     roundings = OF_FORMULAS if rounds and eps < 1e-6 else ROUNDINGS
-    # The largest of a window is another one where 16 bits round its elements otherwise.
+    # In 16 bits, rounding may move the maximum of a window to another element.
     elsewhere = "max pool" in steps and rounds and eps > 1e-6
     overflows = derivative and program.data == "large" and not set(EXTREME).isdisjoint(steps)
     for number, (g, e) in enumerate(zip(got, expected, strict=True)):
@@ -194,7 +197,7 @@ def complaint(
             counts["results equal"] += 1
             continue
         if not patterns(g, e, derivative):
-            if overflows:  # NaN of inf - inf and 0 * inf on the way, in the chain rule's order
+            if overflows:  # inf - inf and 0 * inf depend on the chain rule's order
                 counts["derivatives of what overflows on the way, not judged"] += 1
                 continue
             if derivative and _of_a_filter(program, e.shape):
@@ -204,7 +207,7 @@ def complaint(
                 counts["results that overflow in 16 bits or nearly"] += 1
                 continue
             few = _differs(g, e).sum() <= 0.01 * g.size + 1
-            if derivative and kinks and few and beside():  # a mask lets NaN through or not
+            if derivative and kinks and few and beside():  # a mask either passes NaN or not
                 counts["results with NaN beside a kink, not judged"] += 1
                 continue
             return f"result {number}: NaN or Inf elsewhere, {_places(g, e)}"
@@ -230,7 +233,7 @@ def complaint(
         if eps < 1e-6 or program.data != "normal":
             counts["results beside a kink, not judged"] += 1
             continue
-        rounding = eps * largest()  # what is below it is the rest of sums that cancel
+        rounding = eps * largest()  # smaller numbers are remainders of sums that cancel
         norm = np.linalg.norm(f) + rounding * np.sqrt(f.size)
         of_ours = np.linalg.norm(g - f) / norm
         of_lax = np.linalg.norm(e - f) / norm
@@ -258,10 +261,10 @@ def _largest(array: np.ndarray) -> float:
 
 
 def _of_a_filter(program: Program, shape: tuple[int, ...]) -> bool:
-    """Whether a result has a filter's shape, or those of a few.
+    """Whether a result has the shape of a filter, or of a stack of filters.
 
-    Which taps NaN reaches in a filter's gradient is XLA's choice from case to case: it multiplies
-    zeros of padding and of other groups with it, or not.
+    XLA chooses from case to case whether it multiplies NaN by zeros of the padding and of other
+    groups, and so which taps of a filter's gradient are NaN.
     """
     parameters, _ = arrays(program)
     filters = [a.shape for name, a in parameters.items() if name.startswith("w")]
@@ -269,10 +272,11 @@ def _of_a_filter(program: Program, shape: tuple[int, ...]) -> bool:
 
 
 def _overflows(program: Program, got, expected, exact) -> bool:
-    """Whether every place of other NaN or Inf is an overflow of lax alone, or at the edge of one.
+    """Whether all differing NaN and Inf are overflows only in lax, or almost overflows.
 
-    In 16 bits ``fuse`` computes in float32 what lax rounds on the way. A program that multiplies by
-    1e20 and divides again has its edge there.
+    In 16 bits ``fuse`` computes in float32 where lax rounds intermediate results. A program that
+    multiplies by 1e20 and divides again almost overflows where its result is above 1e-20 times the
+    limit.
     """
     steps = {name for layer in program.layers for name in layer.steps}
     between = 1e20 if steps & set(EXTREME) else 1.0
@@ -301,7 +305,7 @@ def _worst(got: np.ndarray, exact: np.ndarray) -> str:
 def judge(
     program: Program, modes: tuple[str, ...] = MODES
 ) -> tuple[list[str], collections.Counter]:
-    """What is wrong in each mode, and counts."""
+    """The complaints for each mode, and counts."""
     counts: collections.Counter[str] = collections.Counter()
     counts[f"{program.transform}"] += 1
     counts[f"{program.dtype} {program.data}"] += 1

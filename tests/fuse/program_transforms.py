@@ -1,4 +1,4 @@
-"""Transformations of JAX, by name, of a function of parameters and input."""
+"""Transformations of JAX, by name, for functions of parameters and input."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TRANSFORMS = (
     "jvp of jvp",
 )
 
-# Those that need a forward mode of what they differentiate.
+# Transformations that differentiate in forward mode.
 FORWARD_MODE = ("jvp", "linearize", "hvp", "grad of grad", "grad of jvp", "jvp of jvp")
 
 

@@ -1,6 +1,6 @@
-"""What ``jaxconv.fuse`` makes of a spelling: its calls, and what no call computes.
+"""The calls that ``jaxconv.fuse`` makes for a spelling, and the operations that no call computes.
 
-A spelling is one of ``spellings.Spelling``.
+A spelling is a ``spellings.Spelling``.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ ORDERS = ("outside", "inside")
 
 
 def gradient(spelling: Any, order: str, fuse: Callable | None = None, **options) -> Callable:
-    """``value_and_grad`` of the loss, fused before or after; without ``fuse``, neither.
+    """``value_and_grad`` of the loss; ``fuse`` is applied before or after it, or not at all.
 
     Args:
         spelling: the network.
-        order: "outside", the gradient of the fused loss, or "inside", the fused gradient.
+        order: "outside" is the gradient of the fused loss, "inside" the fused gradient.
         fuse: ``jaxconv.fuse``, or None.
-        options: of ``value_and_grad``; with ``has_aux`` the features are given too.
+        options: options of ``value_and_grad``; with ``has_aux`` also returns the features.
     """
     loss = spelling.loss_and_features if options.get("has_aux") else spelling.loss
     if fuse is None:
@@ -39,7 +39,7 @@ def gradient(spelling: Any, order: str, fuse: Callable | None = None, **options)
 
 @contextlib.contextmanager
 def target(name: str) -> Iterator[None]:
-    """Programs are lowered for this architecture ("" for the devices of this process)."""
+    """Lowers programs for this architecture ("": for the devices of this process)."""
     before = os.environ.get("JAXCONV_TARGET")
     os.environ["JAXCONV_TARGET"] = name
     try:
@@ -51,7 +51,7 @@ def target(name: str) -> Iterator[None]:
 
 
 def _static(value: Any) -> str:
-    """A call's static half in words; what holds programs or functions is named by its type."""
+    """A call's static parameter as text; objects that hold programs are named by their type."""
     if value is None or isinstance(value, str | int | float | bool | np.generic):
         return repr(value)
     if isinstance(value, np.dtype | type):
@@ -70,7 +70,7 @@ def _static(value: Any) -> str:
 
 
 def signature(eqn: Any) -> str:
-    """A call's primitive and static half."""
+    """A call's primitive and static parameters."""
     said = [f"{name}={_static(value)}" for name, value in sorted(eqn.params.items())]
     return f"{eqn.primitive.name}[{', '.join(said)}]"
 
@@ -79,7 +79,7 @@ Calls = collections.Counter
 
 
 def names(found: Calls[str]) -> Calls[str]:
-    """The calls by primitive alone."""
+    """The calls, counted by primitive only."""
     counted: Calls[str] = collections.Counter()
     for said, count in found.items():
         counted[said.partition("[")[0]] += count
@@ -87,12 +87,12 @@ def names(found: Calls[str]) -> Calls[str]:
 
 
 class Found(NamedTuple):
-    """What a program consists of.
+    """The contents of a program.
 
     Attributes:
-        calls: by primitive and static half.
-        sums: sums over whole activations that no call forms.
-        others: other operations on whole activations, those of shape alone not counted.
+        calls: by primitive and static parameters.
+        sums: sums over whole activations that no call computes.
+        others: other operations on whole activations, except those that only change shapes.
     """
 
     calls: Calls[str]
@@ -109,7 +109,7 @@ _OF_SHAPE = ("reshape", "broadcast_in_dim", "transpose", "squeeze")
 
 
 def found(spelling: Any, order: str, fuse: Callable, of_target: str = "") -> Found:
-    """What the program of a spelling's gradient consists of, as ``fuse`` gives it."""
+    """The contents of the program that ``fuse`` makes of a spelling's gradient."""
     with target(of_target):
         program = jax.make_jaxpr(gradient(spelling, order, fuse))(*spelling.values())
     of_calls: Calls[str] = collections.Counter()
@@ -139,14 +139,14 @@ def lowered_calls(spelling: Any, order: str, fuse: Callable, of_target: str) -> 
 
 
 def difference(found: Calls[str], expected: Calls[str]) -> str:
-    """The calls that are too many and too few, or ""."""
+    """The missing and surplus calls as text, or ""."""
     more, less = found - expected, expected - found
     said = [f"+{count} {name}" for name, count in sorted(more.items())]
     return ", ".join(said + [f"-{count} {name}" for name, count in sorted(less.items())])
 
 
 def complaint(actual: Found, expected: Found, forms: bool = True) -> str:
-    """How a program's calls differ from another's, in their static halves too, or by name alone."""
+    """How a program's calls differ: with static parameters (``forms``), or by primitive only."""
     both = [each.calls if forms else names(each.calls) for each in (actual, expected)]
     more = actual.sums - expected.sums
     said = [difference(*both), f"{more:+} sums" if more else ""]

@@ -1,4 +1,4 @@
-"""Group norm, instance norm, and squeeze and excitation as people write them."""
+"""Spellings of group norm, instance norm, and squeeze and excitation."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 from jax import lax
 from spelling_norms import EPSILON, Array, Named, Norm, others, reshape, rsqrt, wide
 
-GROUPS = 4  # 0 groups are as many as there are channels
+GROUPS = 4  # groups=0: one group for each channel
 
 Moments = Callable[[Array, tuple[int, ...]], tuple[Array, Array]]  # mean and variance, axes kept
 
@@ -21,14 +21,14 @@ Moments = Callable[[Array, tuple[int, ...]], tuple[Array, Array]]  # mean and va
 
 
 def _split(y: Array, groups: int, c: int) -> tuple[Array, tuple[int, ...]]:
-    """y in float32 with the channels' axis as two, and the axes of a group's elements."""
+    """y in float32 with the channel axis split in two, and the axes to reduce for a group."""
     value = y.astype(wide(y.dtype))
     shape = (*y.shape[:c], groups or y.shape[c], -1, *y.shape[c + 1 :])
     return value.reshape(shape), tuple(a for a in range(1, y.ndim + 1) if a != c)
 
 
 def _group_norm(moments: Moments, groups: int, c: int) -> Norm:
-    """By a split of the channels' axis."""
+    """Splits the channel axis, and normalises over the axes of a group."""
 
     def norm(y, g, b):
         split, axes = _split(y, groups, c)
@@ -40,7 +40,7 @@ def _group_norm(moments: Moments, groups: int, c: int) -> Norm:
 
 
 def _of_keras(groups: int, c: int) -> Norm:
-    """Gain and offset are applied to the split array."""
+    """Applies gain and offset to the split array."""
 
     def norm(y, g, b):
         split, axes = _split(y, groups, c)
@@ -64,7 +64,7 @@ def _by_var(y: Array, axes: tuple[int, ...]) -> tuple[Array, Array]:
 
 
 def _in_two_steps(y: Array, axes: tuple[int, ...]) -> tuple[Array, Array]:
-    """Sums over positions, then over the channels of a group."""
+    """Sums over positions first, then over the channels of a group."""
     *positions, channel = axes if axes[-1] == y.ndim - 1 else (*axes[1:], axes[0])
 
     def mean(value):
@@ -75,7 +75,7 @@ def _in_two_steps(y: Array, axes: tuple[int, ...]) -> tuple[Array, Array]:
 
 
 def _of_each_channel(groups: int, c: int) -> Norm:
-    """Moments of every example and channel, then of groups, and coefficients of channels."""
+    """Computes moments of each channel, then of groups, then coefficients for each channel."""
 
     def norm(y, g, b):
         value = y.astype(wide(y.dtype))
@@ -98,7 +98,7 @@ def _of_each_channel(groups: int, c: int) -> Norm:
 
 
 def _rows_of_examples(groups: int, c: int) -> Norm:
-    """(N, G, everything else), as PyTorch's users write it."""
+    """Reshapes to (N, G, everything else), as in PyTorch."""
 
     def norm(y, g, b):
         first = jnp.moveaxis(y, c, 1)
@@ -128,7 +128,7 @@ def _mapped_over_examples(groups: int, c: int) -> Norm:
 
 
 def _by_products_with_groups(groups: int, c: int) -> Norm:
-    """Which channels form a group as a matrix of zeros and ones."""
+    """Sums over groups by a product with a 0-1 matrix of channels and groups."""
 
     def norm(y, g, b):
         value = y.astype(wide(y.dtype))
@@ -212,7 +212,7 @@ def _instance_norm(moments: Moments, c: int) -> Norm:
     return norm
 
 
-# Functions of the number of groups and the channels' axis.
+# Functions of the number of groups and the channel axis.
 GROUP_FORMS: dict[str, Callable[[int, int], Norm]] = {
     "group norm, squares": functools.partial(_group_norm, _of_squares),
     "group norm, jnp.var": functools.partial(_group_norm, _by_var),
@@ -226,7 +226,7 @@ GROUP_FORMS: dict[str, Callable[[int, int], Norm]] = {
 
 _OF_LIBRARIES = {"flax.linen": _linen, "flax.nnx": _nnx, "equinox": _equinox, "haiku": _haiku}
 
-# Functions of the channels' axis.
+# Functions of the channel axis.
 INSTANCE_FORMS: dict[str, Callable[[int], Norm]] = {
     "instance norm, squares": functools.partial(_instance_norm, _of_squares),
     "instance norm, jnp.var": functools.partial(_instance_norm, _by_var),
@@ -256,7 +256,7 @@ def _positions_of(c: int) -> tuple[int, int]:
 
 
 def _excited(squeezed: Array, p: dict[str, Array]) -> Array:
-    """(N, C) -> (N, C): two dense layers, SiLU between them."""
+    """(N, C) -> (N, C): two dense layers with SiLU between."""
     inner = squeezed @ p["squeeze"].astype(squeezed.dtype) + p["squeeze_bias"].astype(
         squeezed.dtype
     )
@@ -279,7 +279,7 @@ def _squeeze(mean: Callable[[Array, int], Array], gate: Callable, swapped: bool 
 
 
 def _squeeze_by_convolutions(a: Array, p: dict[str, Array], c: int) -> Array:
-    """The dense layers as pointwise convolutions of one pixel, as Flax and Keras write them."""
+    """Dense layers as pointwise convolutions of one pixel, as in Flax and Keras."""
     s = jnp.mean(a, _positions_of(c), keepdims=True)
     layout = "NHWC" if c == 3 else "NCHW"
 
@@ -321,7 +321,7 @@ def _mean_of_pixels(a: Array, c: int) -> Array:
 
 _SQUEEZE, _HARD_SQUEEZE = "squeeze", "squeeze, hard"
 
-# Name -> what it means, and the function of a, the parameters and the channels' axis.
+# Name -> (meaning, function of a, the parameters and the channel axis).
 SQUEEZES: dict[str, tuple[str, Callable[[Array, dict[str, Array], int], Array]]] = {
     "squeeze, mean in float32": (_SQUEEZE, _squeeze(_mean_wide, jax.nn.sigmoid)),
     "squeeze, mean": (

@@ -1,4 +1,4 @@
-"""Activations and shortcuts as people write them."""
+"""Spellings of activations and shortcuts."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ import numpy as np
 from jax import lax
 from spelling_norms import Array, Norm, reshape, wide
 
-KEPT = 0.75  # share of the examples, by stochastic depth
+KEPT = 0.75  # share of the examples that stochastic depth keeps
 
 
 # --- activations ---
 
 
 class Activation(NamedTuple):
-    """A spelling of a function.
+    """A spelling of an activation.
 
     Attributes:
-        function: which one, with its derivatives where they jump.
-        kernel: the function of the kernels' table with this derivative; a name of its own where
-            the table has none, as of other derivatives at corners.
+        function: the function, with its derivatives at kinks; equal for equivalent spellings.
+        kernel: the function of the kernels' table with this derivative; if the table has none (as
+            for other derivatives at kinks), a name of its own.
         apply: the spelling.
-        kinks: where derivatives jump.
+        kinks: the operands at which derivatives jump.
     """
 
     function: str
@@ -181,7 +181,7 @@ KERNELS = {a.function: a.kernel for a in ACTIVATIONS.values()}
 
 
 class Layer(NamedTuple):
-    """What a shortcut has besides the norm's result: the layer's input and parameters."""
+    """The layer's input and parameters, for shortcuts."""
 
     a: Array
     p: dict[str, Array]
@@ -210,7 +210,7 @@ def _kept_select(z: Array, layer: Layer) -> Array:
     return lax.select(mask, z / KEPT, jnp.zeros_like(z))
 
 
-# Name -> what it means, and the sum of the norm's result z and the shortcut.
+# Name -> (meaning, function that adds the shortcut to the norm's result z).
 SHORTCUTS: dict[str, tuple[str, Callable[[Array, Layer], Array]]] = {
     "none": ("none", lambda z, s: z),
     "z + a": ("plain", lambda z, s: z + s.a.astype(z.dtype)),

@@ -1,8 +1,8 @@
-"""Batch norm in training as people write it, part by part, and as libraries write it.
+"""Spellings of batch norm in training: part by part, and as in libraries.
 
-``batch_norm`` composes a norm of ``Parts``, which vary independently: the form of its mean, of its
-variance, of its affine part, how vectors become arrays, where it computes in float32, and what it
-is mapped over. ``NORMS`` has those of Flax, Equinox, Haiku and Keras, and others.
+``batch_norm`` composes a norm of ``Parts``, which vary independently: the formulas of its mean,
+variance and affine part, how vectors broadcast, where it computes in float32, and what it is mapped
+over. ``NORMS`` has the norms of Flax, Equinox, Haiku and Keras, and others.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Norm = Callable[[Array, Array, Array], Array]  # of y, gain and offset
 
 
 def wide(dtype: Any) -> np.dtype:
-    """The type in which a program computes statistics: float32, of float64 itself."""
+    """The type in which a program computes statistics: float32, or float64 for float64."""
     return np.dtype(np.float64 if dtype == np.float64 else np.float32)
 
 
@@ -37,7 +37,7 @@ def wide(dtype: Any) -> np.dtype:
 class Parts:
     """A batch norm by the names of its parts.
 
-    With ``early`` the vectors become arrays before the arithmetic on them.
+    With ``early``, vectors are broadcast before the arithmetic on them.
     """
 
     mean: str = "mean"
@@ -50,7 +50,7 @@ class Parts:
 
     @property
     def narrow(self) -> bool:
-        """Whether squares, or what is summed, are rounded to the layer's type."""
+        """Whether squares or summands are rounded to the layer's type."""
         of_dtype = self.mean == "mean of dtype" or self.variance == "jnp.var of dtype"
         return self.converts == "narrow" or of_dtype
 
@@ -133,13 +133,13 @@ MEANS: dict[str, Callable[[Array, int | None], Array]] = {
 
 
 class _Moments(NamedTuple):
-    """What the form of a variance has: y, its mean, the functions for means and arrays."""
+    """The arguments of a variance's formula: y, its mean, functions for means and broadcasting."""
 
     y: Array
     m: Array
     c: int | None
     mean: Callable[[Array], Array]
-    array: Callable[[Array], Array]  # a vector as an array that y takes
+    array: Callable[[Array], Array]  # a vector as an array that broadcasts against y
 
     @property
     def centred(self) -> Array:
@@ -147,13 +147,13 @@ class _Moments(NamedTuple):
 
 
 def _of_examples(s: _Moments) -> Array:
-    """The mean of the examples' variances and the variance of their means."""
+    """The mean of the examples' variances plus the variance of their means."""
     positions = _positions(s.y, s.c)
     return s.y.var(positions).mean(0) + s.y.mean(positions).var(0)
 
 
 def _shifted(s: _Moments) -> Array:
-    """The variance from y minus a constant, such as the running mean."""
+    """The variance of y minus a constant vector, such as the running mean."""
     channels = 1 if s.c is None else s.y.shape[s.c]
     shift = jnp.asarray(np.linspace(0.5, 1.5, channels), s.y.dtype)
     less = s.y - (shift[0] if s.c is None else reshape(shift, s.y, s.c))
@@ -167,7 +167,7 @@ def _by_einsum(s: _Moments) -> Array:
 
 
 def _variadic(s: _Moments) -> Array:
-    """Both sums by one reduction."""
+    """One variadic reduction computes both sums."""
     zero = np.zeros((), s.y.dtype)
 
     def both(a, b):
@@ -179,7 +179,7 @@ def _variadic(s: _Moments) -> Array:
 
 
 def _stacked(s: _Moments) -> Array:
-    """Both means by one reduction of a stack."""
+    """One reduction of a stacked array computes both means."""
     axes = tuple(a + 1 for a in others(s.y, s.c))
     m, squares = jnp.stack([s.y, lax.square(s.y)]).mean(axes)
     return jnp.maximum(squares - m * m, 0)
@@ -232,7 +232,7 @@ def _distributed(y, m, v, g, b, a):
     return y * scale - a(m) * scale + a(b)
 
 
-# Functions of y, the vectors m, v, g, b, and the function that turns a vector into an array.
+# Functions of y, the vectors m, v, g, b, and the function that broadcasts a vector.
 AFFINES: dict[str, Callable[..., Array]] = {
     "(y - m) * (rsqrt * g) + b": lambda y, m, v, g, b, a: (y - a(m)) * a(rsqrt(v) * g) + a(b),
     "(y - m) * rsqrt * g + b": lambda y, m, v, g, b, a: (y - a(m)) * a(rsqrt(v)) * a(g) + a(b),
@@ -283,11 +283,11 @@ SPREADS: dict[str, Callable[[Array, Array, int], Array]] = {
 
 CONVERTS = (
     "float32",  # the norm computes in float32 and rounds once
-    "promoted",  # moments of y in float32; y itself meets float32 vectors
-    "float32 moments",  # moments in float32, then everything in y's type
+    "promoted",  # float32 moments; y is promoted by float32 vectors
+    "float32 moments",  # float32 moments; all else in y's type
     "rounded between",  # y normalised in float32, gain and offset in y's type
     "narrow",  # all of it in y's type
-    "float32 to the end",  # shortcut and activation too
+    "float32 to the end",  # also the shortcut and the activation
 )
 
 FRAMES = (
@@ -296,18 +296,18 @@ FRAMES = (
     "rows",  # (N H W, C)
     "pixels",  # (N, H W, C)
     "examples",  # mapped over examples, with lax.pmean
-    "examples and channels",  # and inside over channels, as Equinox does
+    "examples and channels",  # mapped over examples, and inside over channels (Equinox)
     "channels",
 )
 
-# The forms that are mapped over examples, or over channels.
+# The formulas that can be mapped over examples, or over channels.
 _MEANS_OF_EXAMPLES = ("mean", "mean, keepdims", "sum / n", "axis by axis", "einsum", "lax.reduce")
 _OF_MEANS = tuple(name for name in VARIANCES if name.startswith(("squares", "two passes")))
 _MEANS_OF_CHANNELS = ("mean", "sum / n", "lax.reduce")
 
 
 def valid(parts: Parts, layout: str) -> bool:
-    """Whether the parts go together."""
+    """Whether the parts can be combined."""
     by_means = parts.variance in _OF_MEANS
     match parts.frame:
         case "channels":
@@ -322,7 +322,7 @@ def valid(parts: Parts, layout: str) -> bool:
 
 
 def drawn(d: Draw, layout: str) -> Parts:
-    """Random parts that go together."""
+    """Random parts that can be combined."""
     while True:
         parts = Parts(
             d.one_of(*MEANS),
@@ -338,7 +338,7 @@ def drawn(d: Draw, layout: str) -> Parts:
 
 
 def batch_norm(parts: Parts, c: int) -> Norm:
-    """The norm that has these parts; ``c`` is the channels' axis."""
+    """The norm with these parts; ``c`` is the channel axis."""
 
     def core(y: Array, g: Array, b: Array, c: int | None, axis_name: str = "") -> Array:
         dtype, of_moments = y.dtype, wide(y.dtype)
@@ -415,7 +415,7 @@ def _standardized(algorithm: str, c: int) -> Norm:
 
 
 def _centred_once(c: int) -> Norm:
-    """The variance and the result take the same centred array."""
+    """Computes the variance and the result from the same centred array."""
 
     def norm(y, g, b):
         value = y.astype(wide(y.dtype))
@@ -439,7 +439,7 @@ def _epsilon_outside(c: int) -> Norm:
 
 
 def _without_affine(c: int) -> Norm:
-    """Neither gain nor offset."""
+    """Has neither gain nor offset."""
 
     def norm(y, g, b):
         value = y.astype(wide(y.dtype))
@@ -451,7 +451,7 @@ def _without_affine(c: int) -> Norm:
 
 
 def _with_running_statistics(c: int) -> Norm:
-    """As Equinox does first: by a mixture of the batch's statistics and earlier ones."""
+    """Uses a mixture of the batch's statistics and earlier ones, as Equinox does first."""
 
     def norm(y, g, b):
         value, momentum = y.astype(wide(y.dtype)), 0.25
@@ -491,7 +491,7 @@ def _nnx(c: int) -> Norm:
 
 
 def _equinox(c: int) -> Norm:
-    """In its mode "batch", of examples (C, H, W); parameters and statistics are of y's type."""
+    """Equinox's mode "batch", for examples (C, H, W); parameters and statistics have y's type."""
 
     def norm(y, g, b):
         eqx = importlib.import_module("equinox")
@@ -529,7 +529,7 @@ def _haiku(c: int) -> Norm:
 
 
 def _keras(c: int) -> Norm:
-    """As ``keras.ops.moments`` and ``keras.ops.batch_normalization`` are on JAX."""
+    """``keras.ops.moments`` and ``keras.ops.batch_normalization`` as implemented for JAX."""
 
     def norm(y, g, b):
         value = y.astype(wide(y.dtype))
@@ -545,7 +545,7 @@ def _keras(c: int) -> Norm:
 
 
 class Named(NamedTuple):
-    """A norm under a name: what it means, the library that it needs, the norm of an axis."""
+    """A norm by name: its meaning, the library it needs, and the norm as a function of the axis."""
 
     meaning: str
     library: str

@@ -1,8 +1,8 @@
-"""How people write convolution, normalisation, shortcut and activation, in training.
+"""Spellings of networks: how programs write convolution, norm, shortcut and activation.
 
-A ``Spelling`` is a network of two such layers and a head, in one of these ways. Its ``Meaning``
-tells what it computes: spellings of one meaning are one program to ``jaxconv.fuse``, which must
-make the same calls of each. ``canonical`` gives one spelling of every meaning.
+A ``Spelling`` is a training network of two such layers and a head, in one of these ways. Its
+``Meaning`` says what it computes: ``jaxconv.fuse`` must make the same calls for all spellings of
+one meaning. ``canonical`` gives one spelling of every meaning.
 
     python tests/fuse/spellings.py --table                      the calls that fuse makes of each
     python tests/fuse/spellings.py --table --only einsum --target sm_90a
@@ -53,15 +53,15 @@ from spelling_norms import (
 
 DTYPES = ("bfloat16", "float32", "float16")
 
-# The input's n, spatial extent and channels, the channels of both layers, those inside of squeeze
-# and excitation, and the classes. Filters have 1,000 elements or more.
+# The input's n, spatial extent and channels; the channels of both layers, those between the dense
+# layers of squeeze and excitation; the classes. Filters have 1,000 elements or more.
 N, EXTENT, INPUT, CHANNELS, SQUEEZED, CLASSES = 4, 8, 64, 16, 8, 10
 
 USUAL = Parts()
 
 
 class Meaning(NamedTuple):
-    """What a spelling computes, as far as ``fuse`` may tell programs apart."""
+    """What a spelling computes, as far as ``fuse`` distinguishes programs."""
 
     norm: str
     shortcut: str
@@ -74,7 +74,7 @@ class Meaning(NamedTuple):
 
     @property
     def kind(self) -> Meaning:
-        """The same for all functions that a kernel computes alike: their derivatives may differ."""
+        """The same meaning for all activations that a kernel computes alike up to derivatives."""
         return self._replace(activation=KERNELS[self.activation])
 
     def __str__(self) -> str:
@@ -91,7 +91,7 @@ class Spelling:
     The first convolution is pointwise, the second 3x3 with the shortcut around it.
 
     Attributes:
-        parts: of the batch norm; a name of ``NORMS`` or ``GROUP_NORMS`` for another norm.
+        parts: the parts of a batch norm, or the name of another norm (``NORMS``, ``GROUP_NORMS``).
         shortcut, activation, squeeze: names.
         biased: whether the convolutions have a bias.
         remat: whether each layer is under ``jax.checkpoint``.
@@ -122,7 +122,7 @@ class Spelling:
 
     @property
     def name(self) -> str:
-        """What is not usual in it."""
+        """The choices in which it differs from the default."""
         parts = self.parts
         if isinstance(parts, Parts):
             words = [
@@ -140,19 +140,19 @@ class Spelling:
 
     @property
     def missing(self) -> str:
-        """The library that it needs, where that is not installed; else ""."""
+        """The name of a library that it needs and that is not installed, or ""."""
         library = "" if isinstance(self.parts, Parts) else _norm(self.parts).library
         found = not library or importlib.util.find_spec(library.partition(".")[0])
         return "" if found else library
 
     @property
     def exact(self) -> bool:
-        """Whether the same source computes in float64 what it means."""
+        """Whether its source, run in float64, computes its meaning in float64."""
         return not isinstance(self.parts, str) or not _norm(self.parts).library
 
     @property
     def size(self) -> int:
-        """Elements of its smaller activations."""
+        """The number of elements of its smaller activations."""
         return N * EXTENT * EXTENT * CHANNELS
 
     @property
@@ -173,7 +173,7 @@ class Spelling:
         )
 
     def features(self, p: dict[str, Array], x: Array) -> Array:
-        """The second layer's result."""
+        """The result of the second layer."""
         c, norm, activate = self.channel_axis, self.norm(), ACTIVATIONS[self.activation].apply
 
         def layer(x: Array, p: dict[str, Array], number: int) -> Array:
@@ -194,7 +194,7 @@ class Spelling:
         return layer(a, p, 2)
 
     def loss(self, p: dict[str, Array], x: Array) -> Array:
-        """The cross-entropy with the label n of example n, of the mean of all positions."""
+        """The cross-entropy of the mean over positions; example n has label n."""
         return self.loss_and_features(p, x)[0]
 
     def loss_and_features(self, p: dict[str, Array], x: Array) -> tuple[Array, Array]:
@@ -207,15 +207,15 @@ class Spelling:
     def values(
         self, ratio: float = 1.0, seed: int = 0, dtype: str = "", apart: bool | None = None
     ) -> tuple[dict[str, Array], Array]:
-        """Parameters, float32, and the input, of the layers' type.
+        """Random parameters in float32, and the input in the layers' type.
 
         Args:
-            ratio: the first convolution's results have that mean over standard deviation.
-            seed: of all numbers.
+            ratio: mean over standard deviation of the first convolution's results.
+            seed: the seed of all numbers.
             dtype: "float64" for the same numbers in float64.
-            apart: whether operands of activations keep away from jumps of their derivatives. In
-                16 bits rounding moves many over one, alike in all programs; of float32 numbers
-                none but at large ratios, where it moves a few, and ``apart`` is the default.
+            apart: whether operands of activations keep a distance from kinks, so that rounding
+                moves none across. The default is True for float32 at large ratios, where rounding
+                would move a few. In 16 bits it moves many, but equally in all programs.
         """
         rng = np.random.default_rng(seed)
         shape = (N, EXTENT, EXTENT, INPUT)
@@ -250,7 +250,7 @@ class Spelling:
         return {n: jnp.asarray(v, of_p) for n, v in p.items()}, jnp.asarray(x, of_x)
 
     def _keep_apart(self, p: dict[str, np.ndarray], centres: list[float], rng) -> None:
-        """Places every channel's operands of the activation around one of the centres."""
+        """Places the activation's operands of each channel around one of the centres."""
         places = np.asarray(centres)[np.arange(CHANNELS) % len(centres)]
         for number in (1, 2, 3):
             p[f"gain{number}"] = 0.35 * p[f"gain{number}"]
@@ -264,7 +264,7 @@ class Spelling:
             beside = first * p["scale"] + p["shift"]
         towards = np.asarray(centres)[rng.integers(0, len(centres), CHANNELS)]
         if shortcut.startswith("stochastic depth"):
-            # A dropped example has only the shortcut, which already has one centre.
+            # A dropped example has only the shortcut, which already lies at a centre.
             above = [[c for c in centres if c > f] or [f + 3] for f in first]
             p["offset2"] = KEPT * (np.asarray([each[0] for each in above]) - first)
         else:
@@ -290,7 +290,7 @@ def _norm(name: str) -> Named:
 
 @functools.cache
 def canonical(meaning: Meaning) -> Spelling:
-    """The spelling of a meaning with which others are compared."""
+    """The spelling that others of this meaning are compared with."""
 
     def first(table: dict, wanted: str) -> str:
         return next(name for name, value in table.items() if value[0] == wanted)
@@ -310,7 +310,7 @@ def canonical(meaning: Meaning) -> Spelling:
 
 
 def _batch_norms() -> Iterator[Spelling]:
-    """Every value of every part, each with one of the types in turn, some in NCHW."""
+    """Every value of every part; types alternate, some spellings are in NCHW."""
     yield Spelling()
     values = {
         "mean": MEANS,
@@ -325,7 +325,7 @@ def _batch_norms() -> Iterator[Spelling]:
             parts = dataclasses.replace(USUAL, **{field: name})
             if parts == USUAL:
                 continue
-            # Half of them with vectors as arrays before the arithmetic.
+            # Every second spelling broadcasts vectors before the arithmetic.
             parts = dataclasses.replace(parts, early=at % 2 == 1)
             dtype = DTYPES[at % 3] if field != "converts" else DTYPES[at % 2 * 2]
             yield Spelling(parts, dtype=dtype, layout="NCHW" if at % 5 == 4 else "NHWC")
@@ -406,7 +406,7 @@ def _named(spellings: Iterator[Spelling]) -> dict[str, Spelling]:
     return {spelling.name: spelling for spelling in spellings}
 
 
-# They mean a batch norm to fuse, and their coefficients have other values than the usual ones.
+# Batch norms for ``fuse``, although their coefficients differ from the usual ones.
 OTHER_VALUES = ("epsilon outside", "mixed statistics")
 
 SPELLINGS = _named(_batch_norms()) | _named(_others_of_batch())
@@ -414,7 +414,7 @@ GROUPED = _named(_grouped())
 
 
 def drawn(seed: int, index: int) -> Spelling:
-    """The random spelling of this number: any parts of a batch norm that go together."""
+    """The random spelling of (seed, index), with any parts that can be combined."""
     d = Draw(seed, index, 5)
     layout = d.one_of("NHWC", "NHWC", "NHWC", "NCHW")
     parts = spelling_norms.drawn(d, layout)
@@ -441,7 +441,7 @@ def _brief(counted: Calls[str]) -> str:
 
 
 def table(chosen: list[Spelling], of_target: str, forms: bool) -> int:
-    """Prints the calls of every spelling beside its canonical one; how many differ."""
+    """Prints the calls of each spelling and of its canonical one; returns how many differ."""
     import jaxconv
 
     @functools.cache
@@ -464,7 +464,7 @@ def table(chosen: list[Spelling], of_target: str, forms: bool) -> int:
                 continue
             said = []
             for order in ORDERS:
-                # One that fails is a row of the table, whatever it raises.
+                # A spelling that fails is a row of the table, whatever it raises.
                 try:
                     each = of(spelling, order)
                 except Exception as error:

@@ -1,7 +1,7 @@
-"""``jaxconv.fuse``: what it recognises, what it leaves, and that the results are the same.
+"""``jaxconv.fuse``: the patterns that it fuses or leaves; results stay the same.
 
-A test counts the calls of ``jaxconv_fused`` and names their epilogues: an unfused program would
-pass a comparison of numbers.
+A test counts the ``jaxconv_fused`` calls and names their epilogues, because an unfused program
+would pass a comparison of numbers.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def test_an_activation_in_16_bits(words, native_cpu):
 @pytest.mark.parametrize(
     "function",
     [
-        lambda x: jnp.where(x > 0, x, 0),  # NaN becomes 0 there
+        lambda x: jnp.where(x > 0, x, 0),  # unlike relu, NaN becomes 0
         lambda x: jnp.minimum(x, 6),
         jax.nn.softplus,
         jax.nn.elu,
@@ -240,7 +240,7 @@ def test_the_bits_are_those_of_the_call_by_hand(dtype, native_cpu):
 
 
 def test_16_bits_are_rounded_less(native_cpu):
-    """Against float64, the fused chain has the smaller error."""
+    """The fused chain has the smaller error against float64."""
     x, w = X.astype(jnp.bfloat16), W.astype(jnp.bfloat16)
 
     def program(x):
@@ -259,7 +259,7 @@ def test_16_bits_are_rounded_less(native_cpu):
 
 
 def test_an_end_in_float32_is_not_fused(native_cpu):
-    """XLA computes what follows where it is used, from the narrow result."""
+    """XLA computes the float32 steps from the 16-bit result, in the operations that use them."""
 
     def program(x):
         y = conv(x).astype(jnp.float32) * SCALE + BIAS
@@ -338,7 +338,7 @@ def test_a_program_is_seen_through(name):
 
 def test_under_install_and_alone(native_cpu):
     def two(x):
-        return conv(block(x))  # the second has nothing behind it
+        return conv(block(x))  # nothing follows the second
 
     alone = jaxconv.explain(jaxconv.fuse(two), X)
     with jaxconv.install():
@@ -353,7 +353,7 @@ def test_under_install_and_alone(native_cpu):
 def test_one_custom_call_and_no_operation_on_the_result(native_cpu):
     fused = jaxconv.fuse(block)
     compiled = jax.jit(fused).lower(X).compile().as_text()
-    if jaxconv.explain(fused, X)[0].apart:  # then it is the plain kernel and one of XLA's fusions
+    if jaxconv.explain(fused, X)[0].apart:  # a plain kernel, and a fusion of XLA
         assert compiled.count('custom_call_target="jaxconv_fprop"') == 1
         return
     assert compiled.count('custom_call_target="jaxconv_fused"') == 1
@@ -427,7 +427,7 @@ def test_fold_multiplies_constant_filters():
     assert call.params["epilogue"].words == ["bias", "relu"]
     assert_close(jaxconv.fuse(function, fold=True)(X), function(X))
     assert_close(jax.jit(jaxconv.fuse(function, fold=True))(X), function(X))
-    # Nothing is folded into a filter that is an argument.
+    # A filter that is an argument is not folded into.
     of_arguments = jaxconv.fuse(lambda x, w: conv(x, w) * SCALE, fold=True)
     (call,) = [
         e for e in jax.make_jaxpr(of_arguments)(X, W).eqns if e.primitive.name == "jaxconv_fused"
@@ -436,7 +436,7 @@ def test_fold_multiplies_constant_filters():
 
 
 def test_a_target_decides_before_the_device_here(monkeypatch):
-    """A program exported for a GPU is fused as on that GPU."""
+    """A program exported for a GPU is fused for it, whatever device is present."""
     monkeypatch.delenv("JAXCONV_TARGET", raising=False)
     with jax.default_device(jax.devices("cpu")[0]):
         assert fuse_convolution.platforms() == ("cpu",)
@@ -445,7 +445,7 @@ def test_a_target_decides_before_the_device_here(monkeypatch):
 
 
 def test_a_slower_epilogue_pays_where_it_saves_a_pass(monkeypatch):
-    """XLA fuses an epilogue with what reads its result: then there is no pass to save."""
+    """XLA fuses an epilogue into operations that read its result: a call saves no pass there."""
     predicted = {True: (5.0, 12.0), False: (4.0, 8.0)}  # a kernel and XLA, with an epilogue or none
 
     def selection(with_epilogue: bool) -> native.Selection:
@@ -465,9 +465,9 @@ def test_a_slower_epilogue_pays_where_it_saves_a_pass(monkeypatch):
     assert epilogues(lambda x: normalised(biased(x)), x) == []
     assert epilogues(lambda x: biased(x).sum((1, 2)), x) == []
     assert epilogues(lambda x: conv(y := biased(x)) + normalised(y), x)[0] == "bias"
-    # A residual of another call is stored.
+    # The residual of the second call is the first call's result, which is stored anyway.
     assert epilogues(lambda x: biased(x) + biased(2 * x), x) == ["bias", "bias residual"]
-    predicted[True] = 4.0, 12.0  # it costs the kernel nothing
+    predicted[True] = 4.0, 12.0  # the epilogue costs the kernel nothing
     assert epilogues(lambda x: normalised(biased(x)), x) == ["bias"]
 
 
@@ -475,11 +475,11 @@ def test_a_slower_epilogue_pays_where_it_saves_a_pass(monkeypatch):
     ("residual", "saves"),
     [
         (lambda z: (z, 0.0), True),  # an argument
-        (lambda z: (jnp.exp(z), 0.0), False),  # XLA would store it for the call
+        (lambda z: (jnp.exp(z), 0.0), False),  # XLA would store it only for the call
         (lambda z: (jnp.exp(z).astype(np.float32), 0.0), False),
         (lambda z: ((e := jnp.exp(z)), conv(e).sum()), True),  # a convolution reads it too
         (lambda z: (conv(z) + BIAS.astype(z.dtype), 0.0), True),  # another call's result
-        (lambda z: (jnp.flip(z, 1), 0.0), True),  # no elementwise operation's
+        (lambda z: (jnp.flip(z, 1), 0.0), True),  # not the result of an elementwise operation
     ],
 )
 def test_a_residual_that_is_computed_for_the_call_saves_no_pass(monkeypatch, residual, saves):

@@ -1,4 +1,4 @@
-"""Dense layers become pointwise convolutions with an epilogue where nothing differentiates them."""
+"""Dense layers that nothing differentiates become pointwise convolutions with an epilogue."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ACTIVATIONS = {
 
 @pytest.fixture(autouse=True)
 def on_the_cpu(monkeypatch, native_cpu):
-    """With the kernels of CPUs in the place of a GPU's, and as if they were faster."""
+    """Takes the CPU kernels for a GPU's, and predicts that they are faster."""
     monkeypatch.setattr(fuse_dense, "_PLATFORMS", ("cpu",))
     monkeypatch.setattr(fuse_convolution, "slower", lambda *operands, **options: "")
     with jax.default_device(jax.devices("cpu")[0]):
@@ -59,7 +59,7 @@ def convolved(p, x):
 
 
 def block(p, x, activation="gelu"):
-    """As ConvNeXt's, without the norm."""
+    """ConvNeXt's block without the norm."""
     y = convolved(p, x)
     y = ACTIVATIONS[activation](y @ p["first"] + p["first_bias"])
     y = y @ p["second"] + p["second_bias"]
@@ -67,7 +67,7 @@ def block(p, x, activation="gelu"):
 
 
 def calls(function, *operands):
-    """The epilogues of a program's calls of ``conv_fused``, and its products, derivatives apart."""
+    """The epilogues of ``conv_fused`` calls, and the number of products outside derivatives."""
     found = list(equations(jax.make_jaxpr(function)(*operands)))
     epilogues = [
         " ".join(e.params["epilogue"].words) for e in found if e.primitive is fused.conv_fused_p
@@ -215,9 +215,9 @@ def test_a_program_on_an_explicit_mesh_keeps_its_products():
 
 @pytest.mark.parametrize("platforms, products", [(("cpu",), 1), (("cuda",), 2)])
 def test_kernels_that_are_no_faster_are_not_chosen(platforms, products, monkeypatch):
-    """These matrices are so small that an epilogue takes longer than the operations of the program.
+    """The matrices are so small that an epilogue takes longer than separate operations.
 
-    Behind the first of them follows a function that reads its operand several times.
+    The first product is followed by a function that reads its operand several times.
     """
     monkeypatch.undo()
     monkeypatch.setattr(fuse_dense, "_PLATFORMS", platforms)
@@ -228,7 +228,7 @@ def test_a_function_of_several_reads_follows_a_plain_convolution(monkeypatch):
     monkeypatch.setattr(fuse_convolution, "slower", lambda *operands, **options: "it is")
     p, x = values()
     f = jaxconv.fuse(lambda p, x: one(p, convolved(p, x)))
-    assert calls(f, p, x) == ([], 1)  # relu: XLA's pass over the product reads it once
+    assert calls(f, p, x) == ([], 1)  # relu reads the product once
     f = jaxconv.fuse(block)
     assert calls(f, p, x) == ([], 1)
     np.testing.assert_allclose(f(p, x), block(p, x), rtol=1e-5, atol=1e-5)

@@ -1,7 +1,7 @@
-"""Derivatives inside of ``fuse``: JAX differentiates the fused function, there and nowhere else.
+"""Derivatives inside ``fuse``: JAX differentiates the fused function, but only there.
 
 The reference is the same step with the loss fused by hand: ``jax.grad(fuse(loss))``. ``fuse`` of
-the step must have the same calls; the unfused step gives the expected values.
+the step must make the same calls; the unfused step gives the expected values.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def of_the_gradients_norm(loss):
 
 def closed_over(loss):
     def step(p, x):
-        double = 2 * x  # traced, and no argument of what is differentiated
+        double = 2 * x  # traced, but no argument of the differentiated function
         return jax.grad(lambda gain: loss({**p, "gain": gain}, double))(p["gain"])
 
     return step
@@ -118,7 +118,7 @@ def in_a_branch(loss):
 
 
 def with_a_rule(loss):
-    """A custom derivative behind the convolutions, whose backward pass differentiates."""
+    """A custom derivative after the convolutions; its backward pass differentiates."""
 
     @jax.custom_vjp
     def squared(value):
@@ -164,7 +164,7 @@ def test_both_orders_reach_the_same_calls(name):
     assert calls(jaxconv.fuse(step), PARAMETERS, X) == by_hand
     assert not calls(step, PARAMETERS, X)
     assert calls(jaxconv.fuse(step, gradients=False), PARAMETERS, X) != by_hand
-    copies = jax.tree.map(jnp.copy, (PARAMETERS, X))  # one step takes X's memory
+    copies = jax.tree.map(jnp.copy, (PARAMETERS, X))  # one step donates X
     assert_close(jax.jit(jaxconv.fuse(step))(*copies), step(PARAMETERS, jnp.copy(X)))
 
 
@@ -219,7 +219,7 @@ def test_filters_are_folded_in_derivatives_too():
 
 
 def test_nothing_is_done_twice():
-    """What the inner ``fuse`` has left, the outer one leaves."""
+    """Chains that the inner ``fuse`` has rejected are not fused by the outer one."""
     twice = jaxconv.fuse(lambda p, x: jax.value_and_grad(jaxconv.fuse(loss))(p, x))
     once = jaxconv.fuse(jax.value_and_grad(loss))
     assert calls(twice, PARAMETERS, X) == calls(once, PARAMETERS, X)
@@ -229,7 +229,7 @@ def test_nothing_is_done_twice():
         y = conv(x, PARAMETERS["w"])
         return (jax.nn.relu(2 * y) ** 2).sum(), y
 
-    def step(x):  # uses y no further, which the differentiated function does not know
+    def step(x):  # y has no further use, but the inner trace cannot know that
         return jax.grad(with_auxiliary, has_aux=True)(x)[0]
 
     assert calls(jaxconv.fuse(step, gradients=False), X) == ["scale relu"]
@@ -239,7 +239,7 @@ def test_nothing_is_done_twice():
 
 
 def test_a_returned_convolution_may_be_fused_outside():
-    """The function that is differentiated ends with it; the activation comes behind."""
+    """The differentiated function returns a convolution; the activation follows outside."""
 
     def step(x):
         y, pull = jax.vjp(lambda x: conv(x, PARAMETERS["w"]), x)
@@ -265,7 +265,7 @@ def test_one_trace():
 
 
 def test_eager_code_sees_values():
-    """A loss that branches on a value works outside of a trace, also where ``fuse`` has been."""
+    """A loss that branches on a value works outside a trace, also after ``fuse`` was used."""
     jax.make_jaxpr(jaxconv.fuse(jax.grad(loss)))(PARAMETERS, X)
 
     def branching(p, x):
@@ -284,7 +284,7 @@ def test_eager_code_sees_values():
 
 
 def test_what_cannot_be_traced_apart_stays(caplog):
-    """The derivative's argument is a number that the function looks at."""
+    """The function branches on its argument's value, so it cannot be traced separately."""
 
     def step(p, x):
         def scaled(s):
@@ -294,7 +294,7 @@ def test_what_cannot_be_traced_apart_stays(caplog):
 
     with caplog.at_level(logging.INFO, "jaxconv"):
         found = calls(jaxconv.fuse(step), PARAMETERS, X)
-    assert "scale bias silu pre" in found  # the other derivative
+    assert "scale bias silu pre" in found  # the other derivative is fused
     assert "fuse leaves a differentiated function" in caplog.text
     assert_close(jax.jit(jaxconv.fuse(step))(PARAMETERS, X), step(PARAMETERS, X))
 
@@ -311,7 +311,7 @@ def test_errors_are_those_of_the_function():
 
 
 def test_values_left_in_objects():
-    """Haiku's random keys: one that the differentiated function makes is used behind it."""
+    """Haiku's random keys: code after the differentiated function uses a key made inside it."""
 
     def step(x, key):
         keys = [key]
@@ -330,7 +330,7 @@ def test_values_left_in_objects():
 
 
 def test_a_rule_that_needs_a_value_of_the_caller():
-    """The rule of a ``custom_vjp`` function, called when the function's own trace is over."""
+    """A ``custom_vjp`` rule is called after the trace of its function has ended."""
 
     def step(p, x):
         def value(p, n):
@@ -385,7 +385,7 @@ def test_an_array_that_is_written_in_place():
 
 @pytest.mark.parametrize("inside_first", [True, False])
 def test_caches_of_inner_functions(inside_first):
-    """A jitted function has one program for calls inside, and another one for calls outside."""
+    """A jitted function has one program for calls inside, and another for calls outside."""
     inner = jax.jit(jax.value_and_grad(lambda p, x: loss(p, x)))
     body = jax.jit(lambda p, x: lax.scan(lambda p, x: (inner(p, x)[1], None), p, x[None])[0])
 
@@ -400,7 +400,7 @@ def test_caches_of_inner_functions(inside_first):
 
 
 def test_threads():
-    """Threads trace at once: fused, not fused, and eager code that branches."""
+    """Threads trace at once: fused, unfused, and eager code that branches on values."""
     meeting = threading.Barrier(3, timeout=60)
     results: dict[str, object] = {}
 

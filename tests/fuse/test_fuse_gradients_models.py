@@ -1,4 +1,4 @@
-"""Derivatives inside of ``fuse`` as model libraries take them."""
+"""Derivatives inside ``fuse`` as model libraries take them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.usefixtures("on_the_cpu")
 
 
 def same(step, *args) -> list[str]:
-    """The calls of a fused step, which computes the same."""
+    """Checks that a fused step computes the same; returns its calls."""
     assert_close(jax.jit(jaxconv.fuse(step))(*args), jax.jit(step)(*args))
     return calls(jaxconv.fuse(step), *args)
 
@@ -47,7 +47,7 @@ def test_nnx(whole):
 
 
 def test_nnx_updates_statistics():
-    """Training changes the running statistics in place, inside of what is differentiated."""
+    """Training updates the running statistics in place, inside the differentiated function."""
     nnx = pytest.importorskip("flax.nnx")
 
     class Block(nnx.Module):
@@ -98,7 +98,7 @@ def test_haiku():
 
     assert same(step, parameters, key, X) == ["bias silu pre"] * 2
 
-    def energies_gradient(x):  # parameters are made in what is differentiated
+    def energies_gradient(x):  # parameters are created inside the differentiated function
         return jax.grad(lambda x: jax.nn.silu(hk.Conv2D(4, 3)(x)).sum())(x)
 
     forces = hk.without_apply_rng(hk.transform(energies_gradient))

@@ -1,8 +1,8 @@
-"""What ``fuse`` makes of normalised layers in training, and of their gradients.
+"""The calls that ``fuse`` makes of normalised layers in training, and of their gradients.
 
 A test counts the calls, and the sums over activations that are left to XLA, because an unchanged
-program would pass a comparison of numbers. The gradients are taken inside ``fuse`` and around it,
-which must give the same calls.
+program would pass a comparison of numbers. Gradients are taken inside and around ``fuse``, which
+must give the same calls.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def projection(p, x):
 
 
 def blocks(p, x):
-    """A block whose shortcut another norm scales, and two whose shortcut is the block before."""
+    """A block whose shortcut another norm scales, and two whose shortcut is the previous block."""
     x = jax.nn.relu(normalised(p, x) + batch_norm(conv(x, p["v"]), p["offset"], p["gain"]))
     for _ in range(2):
         x = jax.nn.relu(normalised(p, x) + x)
@@ -71,7 +71,7 @@ def two_readers(p, x):
 
 
 def running(p, x, freeze=lambda p: p):
-    """By statistics that are parameters, which may have no gradient."""
+    """A norm by statistics that are parameters; ``freeze`` may stop their gradient."""
     q = freeze(p)
     wide = (conv(x, p["w"]).astype(jnp.float32) - q["offset"]) * q["gain"] + q["offset"]
     return conv(jax.nn.relu(wide.astype(x.dtype) + x), p["v"])
@@ -90,7 +90,7 @@ def written_out(u):
 
 
 def of(kind: str, function, *args) -> list:
-    """The forms of a primitive's calls, in a program's order."""
+    """The ``form`` of each call of a primitive, in the program's order."""
     found = equations(jax.make_jaxpr(function)(*args))
     return [e.params["form"] for e in found if e.primitive.name == f"jaxconv_{kind}"]
 
@@ -116,7 +116,7 @@ def primitives(function, *args) -> list[str]:
 
 
 def large_sums(function, *args) -> int:
-    """How many sums over activations XLA computes."""
+    """The number of sums over activations that XLA computes."""
     found = equations(jax.make_jaxpr(function)(*args))
     summed = [e.invars[0].aval for e in found if e.primitive.name == "reduce_sum"]
     return sum(a.ndim > 2 and a.size > H * H * C for a in summed)
@@ -129,7 +129,7 @@ def assert_gradients(actual, expected, tolerance) -> None:
 
 # --- calls ----------------------------------------------------------------------------------------
 
-# The calls of ``normalise``, and of ``masked_sums``, from the last layer to the first.
+# The calls of ``normalise``; and of ``masked_sums``, from the last layer to the first.
 TRAINING = {
     "relu": (one_branch, ["1"], ["1 1 affine"]),
     "relu6": (functools.partial(one_branch, activation=jax.nn.relu6), ["1"], ["1 1 affine"]),
@@ -158,7 +158,7 @@ TRAINING = {
         ["1+ bits"],
         ["1 1 bits stored"],
     ),
-    # XLA multiplies by the derivative, and the call sums what it stores.
+    # XLA multiplies by the derivative and stores the product; the call sums it.
     "a shortcut and maximum": (
         functools.partial(residual, activation=lambda u: jnp.maximum(u, 0)),
         ["1+"],
@@ -180,7 +180,7 @@ TRAINING = {
 }
 
 
-# In float32 a convolution's call computes the layer: nothing is rounded in between.
+# In float32 the convolution's call computes the layer, because nothing is rounded in between.
 IN_A_CHAIN = ("running statistics", "frozen")
 
 
@@ -188,7 +188,7 @@ IN_A_CHAIN = ("running statistics", "frozen")
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", TRAINING)
 def test_calls_of_a_training_step(name, way, dtype):
-    """Each sum over activations is part of a call but that of the loss, where it is computed."""
+    """Every sum over activations is in a call, except the loss's own sums."""
     forward, of_layers, of_sums = TRAINING[name]
     step, x = WAYS[way](forward), X.astype(dtype)
     if name in IN_A_CHAIN and dtype == jnp.float32:
@@ -197,7 +197,7 @@ def test_calls_of_a_training_step(name, way, dtype):
     assert layers(step, PARAMETERS, x) == of_layers
     assert sums(step, PARAMETERS, x) == of_sums
     of_loss = len(jax.tree.leaves(jax.eval_shape(forward, PARAMETERS, x)))
-    # In float32 the derivative of moments sums the deviations from the rounded mean once more.
+    # In float32 the derivative of moments also sums the deviations from the rounded mean.
     of_moments = primitives(step, PARAMETERS, x).count("jaxconv_moments")
     of_moments = of_moments if dtype == jnp.float32 else 0
     assert large_sums(step, PARAMETERS, x) == (of_loss if way == "around" else 0) + of_moments
@@ -254,7 +254,7 @@ NO_CALL = {
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", NO_CALL)
 def test_gradients_that_are_not_stored(name, way):
-    """XLA forms the sums where it computes the gradient; bits would be written for nothing."""
+    """XLA computes the sums with the gradient; stored bits would have no reader."""
     forward = NO_CALL[name]
     step = WAYS[way](forward)
     (layer,) = layers(step, PARAMETERS, X)
@@ -279,7 +279,7 @@ def test_frozen_vectors_have_no_sums():
 
 
 def test_lowered_for_cuda(cuda_calls):
-    """The bits are a call's second result, and an operand of the sums, which lack the result."""
+    """The bits are a call's second result; the sums read them in place of the first."""
     for way in WAYS.values():
         traced = jax.jit(way(blocks)).trace(PARAMETERS, X)
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
@@ -299,12 +299,12 @@ def test_lowered_for_cuda(cuda_calls):
 
 
 def scanned(p, x):
-    """Each of two blocks of a loop ends in a convolution."""
+    """A loop of two blocks, each of which ends in a convolution."""
     return lax.scan(lambda x, _: (residual(p, x).astype(x.dtype), None), x, length=2)[0]
 
 
 def carried(p, x):
-    """A loop hands the blocks' results on."""
+    """A loop that carries the blocks' results."""
 
     def body(x, p):
         return jax.nn.relu(normalised(p, x) + x), None
@@ -338,7 +338,7 @@ def test_inside_of_other_functions(forward, of_layers, of_sums, way):
 
 @pytest.mark.parametrize("forward", [carried, blocks], ids=["scan", "blocks"])
 def test_no_layer_of_a_backward_pass(forward):
-    """Its operations look like layers where a loop or vmap keeps them apart from calls."""
+    """Where a loop or vmap separates them from calls, its operations look like layers."""
     inside = jaxconv.fuse(jax.vmap(gradient(forward), (None, 0)))
     xs = jnp.stack([X, 2 * X])
     assert layers(inside, PARAMETERS, xs) == [] or forward is carried
@@ -382,7 +382,7 @@ def test_forward_derivatives():
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_over_devices(kind):
-    """Partitioned by XLA, as operations of JAX."""
+    """XLA partitions the calls as operations of JAX."""
     mesh = jax.make_mesh((2,), ("d",), axis_types=(kind,), devices=jax.devices("cpu")[:2])
     with jax.set_mesh(mesh):
         x = jax.device_put(X.astype(jnp.float32), NamedSharding(mesh, P("d")))
@@ -394,7 +394,7 @@ def test_over_devices(kind):
 
 
 def test_under_shard_map():
-    """Each device's own calls, which vary over the devices as the program's results do."""
+    """Each device has its own calls, which vary over the mesh as the program's results do."""
     fused = on_two_devices(gradient(blocks), jaxconv.fuse)
     around = on_two_devices(gradient(jaxconv.fuse(blocks)), lambda f: f)
     expected = jax.jit(on_two_devices(gradient(blocks), lambda f: f))(PARAMETERS, X)
@@ -406,7 +406,7 @@ def test_under_shard_map():
 
 @pytest.mark.parametrize("way", WAYS)
 def test_effects_and_random_keys_beside_a_layer(way):
-    """A callback gives nothing, and a key has no NumPy type."""
+    """A callback has no results, and a key has no NumPy type."""
 
     def forward(p, x):
         y = conv(x, p["w"])
@@ -484,7 +484,7 @@ def nnx_blocks():
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("library", [linen_blocks, nnx_blocks])
 def test_flax(library, way):
-    """Bottlenecks with a projection and without, in front of another one."""
+    """Bottlenecks with a projection and without, followed by another one."""
     forward, parameters = library()
     step = WAYS[way](forward)
     found = sums(step, parameters, X)
@@ -495,7 +495,7 @@ def test_flax(library, way):
 
 
 def test_resnet50():
-    """All but the last of its 16 blocks, whose gradient is that of a mean."""
+    """All of its 16 blocks but the last, whose gradient is that of a mean."""
     network = NETWORKS["resnet50"]
     shape = programs.input_shape(network, 2, 64)
     x = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
@@ -512,6 +512,6 @@ def test_resnet50():
         "1 1 affine": 32,
         "2 1 bits stored": 11,
         "2 2 bits stored": 4,
-        "2 1 result": 1,  # behind pooling, of windows
+        "2 1 result": 1,  # the stem: sums over the windows of max pooling
     }
     assert "select_and_scatter_add" not in primitives(step, state, examples)

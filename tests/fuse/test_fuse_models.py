@@ -27,7 +27,7 @@ DTYPES = [pytest.param(d, id=jnp.dtype(d).name) for d in (jnp.float32, jnp.bfloa
 
 
 def library(name: str):
-    """The module, or a skipped test where it is not installed."""
+    """The module; skips the test if it is not installed."""
     try:
         return importlib.import_module(name)
     except ImportError as error:
@@ -35,7 +35,7 @@ def library(name: str):
 
 
 def filled(tree):
-    """Random numbers in every array of a pytree; positive, as a variance must be."""
+    """Fills a pytree's arrays with random positive numbers, because variances must be positive."""
     leaves, structure = jax.tree.flatten(tree)
     values = [
         0.5 + jnp.abs(draw(*np.shape(leaf), seed=i, dtype=leaf.dtype))
@@ -142,7 +142,7 @@ def test_inference_is_one_call(name, dtype, native_cpu):
     fused = jaxconv.fuse(apply)
     y = jax.jit(fused)(variables, x)
     assert_close(y, jax.jit(apply)(variables, x))
-    # Nothing but the call is computed on arrays of the result's size.
+    # The call is the only operation on arrays of the result's size.
     assert [
         eqn.primitive.name
         for eqn in jax.make_jaxpr(fused)(variables, x).eqns
@@ -152,7 +152,7 @@ def test_inference_is_one_call(name, dtype, native_cpu):
 
 
 def calls(function, *args) -> dict[str, int]:
-    """Custom calls of a compiled program by name."""
+    """The custom calls of a compiled program, counted by name."""
     with jaxconv.override(algorithm="native"):
         text = jax.jit(function).lower(*args).compile().as_text()
     found = re.findall(r'custom_call_target="jaxconv_(\w+)"', text)
@@ -288,7 +288,7 @@ TRAINING = {
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", TRAINING)
 def test_training_takes_the_statistics_from_the_call(name, dtype, native_cpu):
-    """The result and the new running statistics use them; no sum over activations is left."""
+    """The result and the new running statistics use the call's; no sum over activations is left."""
     make, words = TRAINING[name]
     apply, variables = make(dtype)
     x = image(name.split()[0], dtype)

@@ -1,7 +1,7 @@
-"""What ``fuse`` makes of max pooling and of its gradient.
+"""The operations that ``fuse`` makes of max pooling and of its gradient.
 
-A test counts the operations that are left: a program that stays as it is would pass a comparison
-of numbers.
+A test counts the remaining operations, because an unchanged program would pass a comparison of
+numbers.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ POOLING = ("reduce_window_max", "select_and_scatter_add", "select_and_gather_add
 
 
 def left(function, *args) -> tuple[int, ...]:
-    """How many operations of each kind in ``POOLING`` a program has."""
+    """The number of operations of each kind in ``POOLING`` that a program has."""
     count = collections.Counter(
         e.primitive.name for e in equations(jax.make_jaxpr(function)(*args))
     )
@@ -34,7 +34,7 @@ def left(function, *args) -> tuple[int, ...]:
 
 
 def integers(*shape: int, seed: int = 0, dtype=jnp.bfloat16) -> jax.Array:
-    """Few different numbers: windows have several maxima, and sums of them are exact."""
+    """Few different integers, so that windows have several maxima, and sums are exact."""
     return jnp.asarray(np.random.default_rng(seed).integers(-2, 3, shape), dtype)
 
 
@@ -43,14 +43,14 @@ def max_pool(x, sizes, strides, padding="SAME", **dilations):
 
 
 def convolved(x):
-    """``fuse`` looks at programs with a convolution."""
+    """Adds a convolution, because ``fuse`` only rewrites programs that have one."""
     flat = x.reshape(-1, 1, x.shape[-1])
     w = jnp.ones((1, x.shape[-1], 1), x.dtype)
     return lax.conv_general_dilated(flat, w, (1,), "SAME", dimension_numbers=("NWC", "WIO", "NWC"))
 
 
 def step(pool, x, dy):
-    """Maxima, their gradient, and a convolution, which has none."""
+    """Maxima, their gradient, and a convolution that is not differentiated."""
     (y, z), back = jax.vjp(lambda x: (pool(x), convolved(x)), x)
     return y, back((dy(y) if callable(dy) else dy, jnp.zeros_like(z)))[0], z
 
@@ -105,7 +105,7 @@ def test_ties_go_where_the_program_puts_them(name):
 
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32])
 def test_infinities_and_nan(dtype):
-    """A window's maximum is NaN, and its gradient goes where the program puts it."""
+    """If a window's maximum is NaN, its gradient has the same place as in the unfused program."""
     pool, x, dy = case("3x3 stride 2", dtype)
     drawn = np.random.default_rng(2).random(x.shape)
     x = jnp.where(drawn < 0.2, np.nan, jnp.where(drawn < 0.5, -np.inf, x)).astype(dtype)
@@ -118,7 +118,7 @@ def test_infinities_and_nan(dtype):
 
 
 def test_sums_are_rounded_once():
-    """Sums are float32, so that in 16 bits the number of windows costs no accuracy."""
+    """Sums are float32, so that in 16 bits accuracy does not depend on the number of windows."""
     pool, x, _ = case("3x3 stride 1")
     dy = jnp.asarray(np.random.default_rng(3).standard_normal(x.shape), x.dtype)
     function = jax.jit(jaxconv.fuse(functools.partial(step, pool)))
@@ -130,7 +130,7 @@ def test_sums_are_rounded_once():
 
 
 def test_two_gradients_of_one_pooling():
-    """Both take the places from the same pass over the operand."""
+    """Both gradients use the places from one pass over the operand."""
     pool, x, dy = case("2x2 stride 2")
 
     def function(x, dy):
@@ -144,7 +144,7 @@ def test_two_gradients_of_one_pooling():
 
 
 def test_rematerialised_pooling():
-    """The program that computes the operand again has no maxima, but the gradient."""
+    """The rematerialised program has no maxima, but the gradient."""
     _, x, _ = case("3x3 stride 2")
 
     @jax.checkpoint
@@ -210,7 +210,7 @@ def test_forward_derivatives():
 
 
 def test_maxima_alone():
-    """Without a derivative XLA finds no places."""
+    """Without a derivative there are no places to find, so XLA computes the maxima."""
 
     def function(x):
         return max_pool(x, SMALL, SMALL), convolved(x)
@@ -224,7 +224,7 @@ def test_maxima_alone():
 
 
 def test_transformations_of_the_rewritten_program():
-    """Derivatives are the program's, where windows have several maxima too; vmap."""
+    """Derivatives equal the unfused program's, also at ties; vmap works."""
     pool, x, dy = case("3x3 stride 2", jnp.float32)
     function = functools.partial(step, pool)
 

@@ -1,6 +1,6 @@
-"""What ``fuse`` makes of max pooling behind normalised layers, and of its gradients, for GPUs.
+"""The calls that ``fuse`` makes for GPUs of max pooling after normalised layers.
 
-Programs are run on the CPU, where the calls are operations of JAX; a test counts them.
+Programs run on the CPU, where calls are operations of JAX; a test counts the calls.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def activation(p, x):
 
 
 def stem(p, x):
-    """The first layers of a ResNet: two convolutions read the maxima."""
+    """The first layers of a ResNet; two convolutions read the maxima."""
     pooled = max_pool(activation(p, x))
     return conv(pooled, p["v"]) + conv(pooled, p["u"])
 
@@ -62,19 +62,19 @@ def found(function, *args) -> list:
 
 
 def counts(function, *args, names=CALLS) -> tuple[int, ...]:
-    """How many equations of each kind a program has, of arrays."""
+    """The number of equations of each kind whose results are arrays."""
     primitives = [e.primitive.name for e in found(function, *args)]
     return tuple(primitives.count(name) for name in names)
 
 
 def forms(function, *args) -> list:
-    """Each call of ``max_pool``: whether it normalises, gives places, operands; its copies."""
+    """For each ``max_pool`` call: whether it normalises, gives places; its operands and copies."""
     of = [e.params["form"] for e in found(function, *args) if e.primitive.name == CALLS[0]]
     return [(f.affine, f.places, f.operands, f.copies) for f in of]
 
 
 def the(function, name: str, *args):
-    """The only equation of a kind in a program."""
+    """The only equation of a kind in a program; fails if there are several."""
     (equation,) = (e for e in found(function, *args) if e.primitive.name == name)
     return equation
 
@@ -90,18 +90,20 @@ def assert_gradients(actual, expected, tolerance) -> None:
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 @pytest.mark.parametrize("way", WAYS)
 def test_the_activation_is_not_stored(way, dtype):
-    """The maxima's call reads y, the gradient is masked by the places, and the sums are those of
-    the pooled arrays: no operation of XLA makes or reads the activation."""
+    """No operation of XLA makes or reads the activation.
+
+    The maxima's call reads y, places mask the gradient, and sums run over the pooled arrays.
+    """
     step, x = WAYS[way](stem), X.astype(dtype)
     assert counts(step, PARAMETERS, x) == (1, 1, 1)
     assert counts(step, PARAMETERS, x, names=OF_XLA) == (0, 0, 0, 0)
     assert forms(step, PARAMETERS, x) == [(True, True, True, 2)]
     maxima, _, places, operands = the(step, CALLS[0], PARAMETERS, x).outvars
     assert operands.aval == maxima.aval and places.aval.dtype == jnp.uint8
-    # Two convolutions' gradients, and places.
+    # The gradients of two convolutions, and the places.
     back = the(step, CALLS[1], PARAMETERS, x)
     assert back.params["gradients"] == 2 and len(back.invars) == 3
-    # Two convolutions' gradients, y at the places, its mean, and the maxima.
+    # The gradients of two convolutions, y at the places, its mean, and the maxima.
     sums = the(step, CALLS[2], PARAMETERS, x)
     assert [a.aval.shape for a in sums.invars[:3]] == [maxima.aval.shape] * 3
     assert sums.invars[-1].aval.shape == maxima.aval.shape and len(sums.invars) == 5
@@ -116,7 +118,7 @@ def test_the_gradients_are_the_programs(dtype, tolerance):
 
 
 def test_lowered_for_cuda(cuda_calls):
-    """One custom call for each, where the CUDA kernels are loaded."""
+    """Each is one custom call if the CUDA kernels are loaded."""
     for way in WAYS.values():
         traced = jax.jit(way(stem)).trace(PARAMETERS, X)
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
@@ -164,13 +166,13 @@ def test_flax(library):
 
 
 def twice_read(p, x):
-    """An elementwise operation reads the maxima besides: one gradient, which XLA sums."""
+    """An elementwise operation also reads the maxima: XLA sums the gradients into one."""
     pooled = max_pool(activation(p, x))
     return conv(pooled, p["v"]), pooled * 2
 
 
 def read_besides(p, x):
-    """A convolution reads the activation too, which is stored then."""
+    """A convolution also reads the activation, which is therefore stored."""
     z = activation(p, x)
     return conv(z, p["v"]), max_pool(z)
 
@@ -211,7 +213,7 @@ def test_other_readers_and_operands(name, way):
 
 
 def test_inference_has_no_places():
-    """Pooling of an argument, of batch norm with the batch's statistics, and of maxima."""
+    """Pooling of an argument, of batch norm with the batch's statistics, and of other maxima."""
 
     def forward(p, x):
         return max_pool(x), max_pool(max_pool(activation(p, x)))
@@ -236,7 +238,7 @@ def test_no_calls_without_a_convolution():
 
 @pytest.mark.parametrize("way", WAYS)
 def test_rematerialised(way):
-    """The forward pass is computed again, and normalised nowhere else."""
+    """The forward pass runs again, and nothing else normalises."""
     forward = jax.checkpoint(stem)
     step = WAYS[way](forward)
     assert counts(step, PARAMETERS, X, names=OF_XLA) == (0, 0, 0, 0)

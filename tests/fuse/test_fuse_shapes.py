@@ -1,4 +1,4 @@
-"""Programs whose calls and shapes ``fuse`` must leave as they are, found by random programs."""
+"""Programs, found by random programs, whose calls and shapes ``fuse`` must not change."""
 
 from __future__ import annotations
 

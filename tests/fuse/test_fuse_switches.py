@@ -1,4 +1,4 @@
-"""What switches ``fuse`` off, for a layer, a call or a process; and what ``fuse`` refuses."""
+"""Switching ``fuse`` off for a layer, a call or a process; inputs that ``fuse`` refuses."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_calls_may_stay_out():
 
 
 def test_the_algorithms_stay():
-    """An override that only says whether to fuse leaves the kernels as they are."""
+    """An override that only sets ``fuse`` does not change the algorithm."""
     assert jaxconv.installed() is None
     with jaxconv.override(fuse=False):
         assert jaxconv.installed() is None

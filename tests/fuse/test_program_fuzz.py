@@ -1,4 +1,4 @@
-"""A slice of the random programs, and that their judge sees what is planted."""
+"""Some random programs, and planted errors that their judge must find."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ PROGRAMS = 16
 
 
 def test_random_programs(seed, native_cpu, record_property):
-    """New ones in every run of CI; ``--seed`` and the failure name them."""
+    """Every CI run draws new programs; a failure prints the seed."""
     counts: collections.Counter[str] = collections.Counter()
     failures = []
     for index in range(PROGRAMS):
@@ -57,7 +57,7 @@ def test_every_step_and_transformation_is_drawn():
 
 
 def test_most_programs_have_something_to_fuse():
-    """A step behind a convolution that is computed as one."""
+    """In most programs a step after a convolution is part of its call."""
     programs = [draw(1, index) for index in range(400)]
     with_steps = [
         any(layer.steps and layer.conv.expansion == 1 for layer in p.layers) for p in programs
@@ -81,7 +81,7 @@ def complaint(program: Program, mode: str = "fuse inside") -> str:
 
 
 def planted(monkeypatch, change):
-    """``fuse`` whose functions give ``change`` of their result."""
+    """``fuse``, except that fused functions return ``change`` of their result."""
     fuse = jaxconv.fuse
     monkeypatch.setattr(jaxconv, "fuse", lambda f: lambda *args: change(fuse(f)(*args)))
 
@@ -112,7 +112,7 @@ def test_a_wrong_derivative_at_a_tie_is_seen(monkeypatch):
     )
     assert not complaint(relu)
 
-    def at_zero(f):  # the derivative of max at 0 as 0
+    def at_zero(f):  # makes the derivative of max at 0 zero
         return lambda p, x: jax.nn.relu(program_judge.apply(linear, lambda name, *_: p[name], x))
 
     linear = dataclasses.replace(PLAIN, layers=(Layer(Conv(2), ()),))
@@ -139,7 +139,7 @@ def test_gradients_that_vanish_in_16_bits_are_seen(monkeypatch):
 
 
 def test_a_program_that_fails_is_shrunk(monkeypatch):
-    """To the one step that fails, and the plainest of everything else."""
+    """Shrinking leaves only the failing step, and the plainest value of everything else."""
 
     def judge(program, modes):
         steps = [name for layer in program.layers for name in layer.steps]

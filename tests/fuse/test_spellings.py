@@ -1,4 +1,4 @@
-"""``fuse`` sees what a layer computes, however it is spelled: the same calls, as exact results.
+"""``fuse`` depends on what a layer computes, not on its spelling: same calls, same accuracy.
 
 Every run takes some of the spellings, by ``--seed``; ``--slow`` takes all of them, and random ones.
 ``python tests/fuse/spellings.py --table`` shows the calls of each.
@@ -27,17 +27,17 @@ pytestmark = pytest.mark.usefixtures("on_the_cpu")
 
 ALL = {**SPELLINGS, **GROUPED}
 
-# Spellings of one run: whose calls are compared, whose results are, and random ones with --slow.
+# Spellings in a run: those whose calls or results are compared; random ones with --slow.
 TRACED, COMPUTED, RANDOM = 24, 5, 60
 
-# For each target: CPUs, and CUDA of a GPU that need not be there.
+# Targets of ``fuse``: CPUs, and an sm_90a GPU, which need not be present.
 TARGETS = ("", "sm_90a")
 
-# An error of the fused program over the unfused one's, both norms, of arrays of so many elements.
-# In float32 it is that of another order of summation, 1.7 for single spellings at large ratios.
+# The largest ratio of the fused error to the unfused error, both norms over arrays with at least
+# ELEMENTS elements. In float32 another order of summation gives up to 1.7 at large ratios.
 RATIO, ELEMENTS = {"bfloat16": 1.2, "float16": 1.2, "float32": 2.0}, 1000
 
-# XLA rounds where the program says so. On CPUs it would keep a 16-bit convolution's result in
+# XLA rounds where the program does. Otherwise XLA:CPU keeps a 16-bit convolution's result in
 # float32 for batch norm, which no GPU does.
 AS_WRITTEN = {"xla_allow_excess_precision": False}
 
@@ -51,7 +51,7 @@ RATIOS = (1.0, 30.0, 1000.0)
 
 
 def pytest_generate_tests(metafunc):
-    """The spellings of this run; every one has its turn as the seed grows."""
+    """The spellings of this run; growing seeds go through all of them."""
     counts = {"traced": TRACED, "computed": COMPUTED}
     for fixture, count in counts.items():
         if fixture not in metafunc.fixturenames:
@@ -65,7 +65,7 @@ def pytest_generate_tests(metafunc):
 
 
 def spelled(name: str) -> Spelling:
-    """The spelling of this name, or a skipped test where its library is not installed."""
+    """The spelling of this name; skips the test if its library is not installed."""
     if library := ALL[name].missing:
         pytest.skip(f"{library} is not installed")
     return ALL[name]
@@ -99,10 +99,10 @@ def found(spelling: Spelling, order: str, target: str) -> spelling_calls.Found:
 
 
 def assert_same_calls(spelling: Spelling, order: str, target: str) -> None:
-    """The forms of calls equal the canonical spelling's; by primitive, those of its kind.
+    """The calls equal those of the canonical spelling, and by primitive those of its kind.
 
-    Under ``jax.checkpoint`` a derivative that is told by the result computes that again, and one
-    that is told by the operand does not, so that kinds differ.
+    Under ``jax.checkpoint``, a derivative that needs the result computes it again, and one that
+    needs the operand does not, so kinds differ.
     """
     actual = found(spelling, order, target)
     models = [(canonical(spelling.meaning), True), (canonical_of_kind(spelling), False)]
@@ -112,7 +112,7 @@ def assert_same_calls(spelling: Spelling, order: str, target: str) -> None:
 
 
 def canonical_of_kind(spelling: Spelling) -> Spelling:
-    """The canonical spelling with the first function that a kernel computes as this one's."""
+    """The canonical spelling with the first activation that kernels compute like this one."""
     kernel = spellings.ACTIVATIONS[spelling.activation].kernel
     first = next(a for a in spellings.ACTIVATIONS.values() if a.kernel == kernel)
     return canonical(spelling.meaning._replace(activation=first.function))
@@ -129,11 +129,11 @@ def test_calls(traced, order, native_cpu):
 @pytest.mark.parametrize("shortcut", ["none", "z + a"])
 @pytest.mark.parametrize("norm", ["batch", f"group {GROUPS}"])
 def test_two_layers_consist_of_calls(norm, shortcut, dtype, target, native_cpu):
-    """Two norms by their moments (of a batch, of the convolutions' calls where kernels form them).
+    """Moments of both norms come from calls (batch norm: of convolutions where kernels can).
 
-    Of the sums over activations, those of the first norm's backward pass are a call. The second
-    norm's gradient is a vector of each example: its two sums read no array beside y and may be left
-    to XLA, as the head's mean is. In float32 the derivative of moments sums deviations once more.
+    Calls compute the sums over activations in the first norm's backward pass. The gradient of the
+    second norm is a vector for each example: its two sums read no array but y and may be left to
+    XLA, like the head's mean. In float32 the derivative of moments sums deviations once more.
     """
     meaning = Spelling(activation="jax.nn.silu", shortcut=shortcut, dtype=dtype).meaning
     spelling = canonical(meaning._replace(norm=norm))
@@ -159,7 +159,7 @@ def test_calls_of_random_spellings(index, seed, native_cpu):
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_custom_calls_of_a_program_for_gpus(traced, order):
-    """Lowered for an H100 where the CUDA kernels are installed; no GPU need be there."""
+    """Lowers for an H100 if the CUDA kernels are installed; no GPU need be present."""
     kernels = native.load("cuda")
     if isinstance(kernels, native.Refusal):
         pytest.skip(f"no CUDA kernels: {kernels.reason}")
@@ -175,20 +175,20 @@ def test_custom_calls_of_a_program_for_gpus(traced, order):
 
 
 def results(spelling: Spelling, fuse=None, order: str = "outside"):
-    """A compiled function of (parameters, input) to arrays of the result and the gradients."""
+    """Compiles a function of (parameters, input) that returns results and gradients as a list."""
     function = spelling_calls.gradient(spelling, order, fuse, argnums=(0, 1), has_aux=True)
     return jax.jit(lambda p, x: jax.tree.leaves(function(p, x)), compiler_options=AS_WRITTEN)
 
 
 @functools.cache
 def exact(spelling: Spelling):
-    """The same in float64, of the canonical spelling where a library computes in float32."""
+    """The same in float64; for libraries that compute in float32, the canonical spelling."""
     model = spelling if spelling.exact else canonical(spelling.meaning)
     return results(dataclasses.replace(model, dtype="float64"))
 
 
 def errors(actual, of_float64) -> np.ndarray:
-    """For arrays that are large enough, norms of their errors over norms of the arrays."""
+    """For arrays that are large enough, the norm of the error over the norm of the array."""
     wide = [np.asarray(a).astype(np.float64) for a in actual]
     relative = [
         np.linalg.norm(a - e) / np.linalg.norm(e)
@@ -199,7 +199,7 @@ def errors(actual, of_float64) -> np.ndarray:
 
 
 def assert_as_exact(spelling: Spelling, target: str) -> None:
-    """By the root mean square of several draws' errors; one compilation serves all of them."""
+    """Compares root mean squares of several draws' errors; one compilation serves all draws."""
     programs = {"unfused": results(spelling)}
     programs |= {order: results(spelling, jaxconv.fuse, order) for order in ORDERS}
     with spelling_calls.target(target):
@@ -223,14 +223,14 @@ def assert_as_exact(spelling: Spelling, target: str) -> None:
 
 
 def exceeding(mean: dict[str, np.ndarray], spelling: Spelling) -> list[str]:
-    """The errors of fused programs that are too large, by programs' mean errors of all arrays."""
+    """The errors of fused programs that are too large, from each program's mean errors."""
     theirs = mean["unfused"]
     allowed = RATIO[spelling.dtype] * theirs + float(jax.numpy.finfo(spelling.dtype).eps)
     return [
         f"{order}, array {at}: {mean[order][at]:.3g}, unfused {theirs[at]:.3g}"
         for order in ORDERS
         for at in np.flatnonzero(~(mean[order] <= allowed))
-        if theirs[at] < 0.5  # others have no digit, or overflow where float32 does not
+        if theirs[at] < 0.5  # others have no correct digit, or overflow
     ]
 
 
@@ -247,7 +247,7 @@ def test_results_of_random_spellings(index, seed, native_cpu):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ALL)
 def test_a_spelling_means_what_its_meaning_says(name):
-    """It computes what the canonical spelling computes: in float64, by a library in float32."""
+    """It computes the same as the canonical spelling: in float64, or float32 for some libraries."""
     spelling = spelled(name)
     if spelling.parts in spellings.OTHER_VALUES:
         pytest.skip("other coefficients, by the same operations")

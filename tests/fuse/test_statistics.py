@@ -1,6 +1,6 @@
-"""Mean and variance of a convolution's result, from its call: ``conv(statistics=True)``, ``fuse``.
+"""Statistics from a convolution's call: ``conv(statistics=True)``, and ``fuse``.
 
-A test counts calls and what is left beside them, as in ``test_fuse``.
+A test counts calls and the operations left beside them, as in ``test_fuse``.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def test_mean_and_variance(native_cpu, options, dtype):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("rest", ["", "bias relu"])
 def test_on_every_platform(platform, dtype, rest):
-    """With the rest of the epilogue in a call; by XLA where no kernel forms them."""
+    """With the rest of the epilogue in the call; computed by XLA if no kernel has statistics."""
     x, w = draw(4, 14, 14, 16).astype(dtype), draw(3, 3, 16, 32, seed=1).astype(dtype)
     terms = dict(bias=draw(32, seed=2), activation="relu") if rest else {}
     f = functools.partial(counted, algorithm="native", **terms)
@@ -96,7 +96,7 @@ def test_on_every_platform(platform, dtype, rest):
 
 @pytest.mark.parametrize("shape", [(3, 37, 41, 4, 600), (2, 9, 7, 4, 3), (1, 1, 1, 4, 8)])
 def test_many_channels_and_pixels(native_cpu, shape):
-    """Several regions of several tasks, parts of channels and of pixels."""
+    """Several tasks with several regions, in parts of channels and of pixels."""
     *sizes, c, k = shape
     x, w = draw(*sizes, c), draw(1, 1, c, k, seed=1)
     f = functools.partial(counted, algorithm="native", bias=draw(k, seed=2) + 3e4)
@@ -185,10 +185,10 @@ def test_of_split_arrays_are_of_the_whole(native_cpu, spec):
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("spec", [P("a"), P(None, "a"), P(("a", "b")), P("a", "b")])
 def test_of_split_arrays_do_not_cancel(native_cpu, spec, kind):
-    """One sum over the devices, at a mean of 3000 deviations and with parts that differ.
+    """Devices exchange one sum. The mean is 3000 deviations, and parts differ.
 
-    The rounding of a part's mean to float32 costs 4e-4 of the variance there, a sum of squares in
-    float32 all of it.
+    There, rounding a part's mean to float32 changes the variance by 4e-4, and a float32 sum of
+    squares has no correct digit of it.
     """
     mesh = jax.make_mesh((2, 2), ("a", "b"), (kind,) * 2, devices=jax.devices("cpu")[:4])
     rising = X + np.arange(4, dtype=np.float32)[:, None, None, None]
@@ -214,7 +214,7 @@ def test_bad_input():
 
 
 def test_where_no_kernel_has_statistics_xla_reads_the_result(monkeypatch, native_cpu):
-    """The rest of the epilogue stays in the call; ``explain`` has the reason."""
+    """The rest of the epilogue stays in the call; ``explain`` gives the reason."""
     from jaxconv._src.call import selection
     from jaxconv._src.conv.fused import Fused
 
@@ -256,7 +256,7 @@ AXES = (0, 1, 2)
 
 
 def of_squares(y):
-    """E[y y] - E[y] E[y] in float32."""
+    """The variance as E[y y] - E[y] E[y] in float32."""
     wide = y.astype(jnp.float32)
     mean = wide.mean(AXES)
     return mean, jnp.maximum(0, (wide * wide).mean(AXES) - mean * mean)
@@ -274,14 +274,14 @@ def library(y):
 
 
 def in_steps(y):
-    """Over positions, then over examples."""
+    """Means over positions, then over examples."""
     wide = y.astype(jnp.float32)
     mean = wide.mean((1, 2)).mean(0)
     return mean, (jnp.square(wide).mean((1, 2)).mean(0)) - jnp.square(mean)
 
 
 def of_sums(y):
-    """By other factors."""
+    """Sums times a factor other than 1 / n."""
     wide = y.astype(jnp.float32)
     count = wide.size // wide.shape[-1]
     mean = lax.reduce_sum_p.bind(wide, axes=AXES, out_sharding=None) / count
@@ -289,7 +289,7 @@ def of_sums(y):
 
 
 def about_another(y):
-    """About a vector that is not the mean."""
+    """Squared deviations from a vector that is not the mean."""
     wide = y.astype(jnp.float32)
     around = ((wide - BIAS) * (wide - 2 * BIAS)).mean(AXES)
     mean = wide.mean(AXES)
@@ -318,13 +318,13 @@ def test_formulas(native_cpu, formula, dtype):
 
 @pytest.mark.parametrize("formula", [of_squares, two_passes, in_steps])
 def test_no_formula_cancels(native_cpu, formula):
-    """With a mean of 3000 deviations, float32 has no digit of E[y y] - E[y] E[y] left."""
+    """With a mean of 3000 deviations, E[y y] - E[y] E[y] has no correct digit in float32."""
     y, mean, variance = jax.jit(jaxconv.fuse(lambda x: ((y := conv(x) + 3e4), *formula(y))))(X)
     assert_statistics((y, mean, variance))
 
 
 def test_a_network(native_cpu):
-    """Every batch norm of a training step, its gradient inside."""
+    """Every batch norm of a training step whose gradient is inside ``fuse``."""
     network = networks.NETWORKS["mobilenet_v2"]
     x = jax.ShapeDtypeStruct(programs.input_shape(network, batch=2, size=64), jnp.bfloat16)
     state = jax.eval_shape(lambda: programs.initial_state(network, x))
@@ -351,7 +351,7 @@ def test_what_is_left(native_cpu, name):
 
 
 def test_a_tracked_value_is_used_otherwise(native_cpu):
-    """The squares, the deviations and the average of squares have other uses, which stay."""
+    """Squares, deviations and the average of squares have other uses, which remain."""
 
     def block(x):
         y = conv(x)
@@ -399,7 +399,7 @@ def test_split_arrays_and_scan(native_cpu):
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_a_split_batch_costs_one_sum_a_layer(native_cpu, kind):
-    """As in lax's program: mean and squares together, and one sum of both in the gradient."""
+    """As with lax: one sum for mean and squares together, and one for both in the gradient."""
     mesh = jax.make_mesh((4,), ("a",), (kind,), devices=jax.devices("cpu")[:4])
     weights = [draw(3, 3, 4, 4, seed=i) for i in range(4)]
 

@@ -1,6 +1,6 @@
-"""Runs the compiled check programs (kernel_check, int8_check, pass_check), on the GPUs in turns.
+"""Runs the compiled check programs (kernel_check, int8_check, pass_check), on the GPUs in turn.
 
-``sanitize.py`` and ``same_bits.py`` share these options and this loop's step.
+``sanitize.py`` and ``same_bits.py`` share these functions.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import gpus
 
 
 class Ran(NamedTuple):
-    """How a process ended: its status, or None where it was stopped, and what it printed."""
+    """The end of a process: its status (None if it was stopped), and its output."""
 
     status: int | None
     stdout: str
@@ -24,7 +24,7 @@ class Ran(NamedTuple):
 
 
 def add_options(parser: argparse.ArgumentParser, seconds: float) -> None:
-    """Adds the options that both programs take; ``seconds`` is a process's time by default."""
+    """Adds the options of both programs; ``seconds`` is the default time limit of a process."""
     add = parser.add_argument
     add("--program", required=True, help="kernel_check")
     add("--pass-program", type=pathlib.Path, help="pass_check (default: beside kernel_check)")
@@ -34,7 +34,7 @@ def add_options(parser: argparse.ArgumentParser, seconds: float) -> None:
 
 
 def pass_program(parser: argparse.ArgumentParser, options: argparse.Namespace) -> str:
-    """The path of pass_check; ends the program where there is none."""
+    """The path of pass_check; exits if there is none."""
     path = options.pass_program or pathlib.Path(options.program).with_name("pass_check")
     if not path.exists():
         parser.error(f"{path}: no such program")
@@ -47,7 +47,7 @@ def run(
     options: argparse.Namespace,
     environment: Mapping[str, str] = os.environ,
 ) -> Ran:
-    """Runs process ``number``, which sees one of the GPUs, for so long as the options say."""
+    """Runs process ``number`` on one of the GPUs, with the options' time limit."""
     named = options.gpus.split(",") if options.gpus else []
     try:
         ran = subprocess.run(

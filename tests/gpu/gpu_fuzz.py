@@ -2,19 +2,22 @@
 
     python tests/gpu/gpu_fuzz.py --seconds 600 --seed 1 --record tests/gpu_report.json
 
-A problem is a function of (seed, index), in one of four forms: an operation as a primitive,
-computed by ``algorithm="native"`` and by a random few of all the instances that accept it; a
-quantised convolution, and one with an epilogue, in the same way; or a convolution and its gradients
-by ``jax.vjp``, of ``lax`` under ``override`` or of this library. Operands are small integers whose
-sums stay below 2^24, so every order of summation in float32 gives the bits of a reference in NumPy,
-rounded once. 8-bit operands have the whole range; the roundings of their epilogue are defined. Each
-program runs twice, with its results in memory that contains NaN, or -1. A worker process that dies
-or hangs counts as a failure of its current problem, and is replaced.
+A problem is a function of (seed, index). It has one of four forms:
+
+- an operation as a primitive, computed by ``algorithm="native"`` and by a few random instances of
+  those that accept it;
+- a quantised convolution, or one with an epilogue, computed in the same way;
+- a convolution and its gradients by ``jax.vjp``, of ``lax`` under ``override`` or of this library.
+
+Operands are small integers whose sums stay below 2^24, so every order of summation in float32 gives
+the bits of a NumPy reference, rounded once. 8-bit operands have the full range; the roundings of
+their epilogue are defined. Each program runs twice, and its result buffers initially contain NaN,
+or -1. A worker process that dies or hangs counts as a failure of its current problem, and is
+replaced.
 
 A failure is one line that begins with its repro: ``python tests/gpu/gpu_fuzz.py --seed S
 --problem I`` runs that problem alone, on all accepting instances. ``--platform cpu`` runs the CPU's
-kernels. Processes take the GPUs in turn: those that ``--gpus``, CUDA_VISIBLE_DEVICES or nvidia-smi
-names.
+kernels. Processes use the GPUs of ``--gpus``, CUDA_VISIBLE_DEVICES or nvidia-smi in turn.
 """
 
 from __future__ import annotations
@@ -37,7 +40,7 @@ import time
 import traceback
 from collections.abc import Callable
 
-# Read when JAX starts a backend.
+# JAX reads this when it starts a backend.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 sys.path.append(str(pathlib.Path(__file__).resolve().parents[1] / "support"))
@@ -69,20 +72,20 @@ WORKER_ENVIRONMENT = {
     "OPENBLAS_NUM_THREADS": "1",
     "OMP_NUM_THREADS": "1",
 }
-SILENCE_S = 240  # a worker that says nothing for so long hangs; the start takes 20 s
+SILENCE_S = 240  # a worker without output for so long hangs; the start takes 20 s
 SHOWN = 100  # failures that are printed and recorded
-FORCED = 10  # instances by name, a problem
+FORCED = 10  # instances that run by name on a problem
 CLEAR_EVERY = 100  # problems between two clearings of JAX's caches
 NATIVE = "native"
 START = "start of a worker"
-POISON_BYTES = 1 << 27  # freed before each run: workspaces, up to 64 MB, are cut out of it
+POISON_BYTES = 1 << 27  # freed before each run; workspaces, up to 64 MB, reuse it
 
 
 # --- computing it ---------------------------------------------------------------------------------
 
 
 def accepting(case: Case, platform: str) -> list[str]:
-    """What computes the primitive: "native", unless it leaves it to XLA, and instances by name."""
+    """The algorithms that compute the primitive: "native" if not left to XLA, and instances."""
     if case.int8:
         return gpu_fuzz_int8.accepting(case.problem, case.int8, case.dtype, platform)
     if case.fused:
@@ -108,7 +111,7 @@ def _array(case: Case, role: str, canonical: np.ndarray) -> np.ndarray:
 
 
 def _operands(case: Case) -> tuple[list[np.ndarray], dict[Op, np.ndarray]]:
-    """(operands in their layout, the right results in the canonical one)."""
+    """(operands in their layout, expected results in canonical layout)."""
     if case.int8:
         seed = [case.seed, case.index, 1]
         arrays, expected = gpu_fuzz_int8.arrays(case.problem, case.int8, case.dtype, seed)
@@ -142,7 +145,7 @@ def _canonical(case: Case, op: Op, result: np.ndarray) -> np.ndarray:
 
 
 def _convolution(case: Case) -> Callable:
-    """(x, w) -> y in lax's terms, one convolution mapped over both operands where it is batched."""
+    """(x, w) -> y by lax's function; for a batched problem, mapped over both operands."""
     p = case.problem
     one = dataclasses.replace(p, batch=None)
     x_axes, w_axes, y_axes = (one.axes(role, case.layout) for role in "xwy")
@@ -167,7 +170,7 @@ def _convolution(case: Case) -> Callable:
 
 
 def _programs(case: Case, algorithms: list[str]) -> tuple[list[str], Callable]:
-    """What computes every result, and the function of (operands, poison) that does."""
+    """The labels of all results, and the function of (operands, poison) that computes them."""
     if case.op is None:
         convolution = _convolution(case)
 
@@ -200,7 +203,7 @@ def _programs(case: Case, algorithms: list[str]) -> tuple[list[str], Callable]:
 
 
 def _poison(shapes: list, platform: str) -> list[jax.Array]:
-    """The arrays that results are put into, with NaN in memory that is free again afterwards."""
+    """Arrays to donate for the results. On a GPU, NaN first fills memory that is freed again."""
     if platform == "cuda":
         jnp.full(POISON_BYTES // 4, jnp.nan, jnp.float32).block_until_ready().delete()
     return jax.device_put(poison(shapes))
@@ -209,9 +212,9 @@ def _poison(shapes: list, platform: str) -> list[jax.Array]:
 def least_run(
     case: Case, accepted: list[str], ran: collections.Counter[str], forced: int | None
 ) -> list[str]:
-    """ "native" if it is among the accepted, and so many of the instances, or all of them.
+    """The ``forced`` least-run instances (None: all), and "native" if it is accepted.
 
-    They are those that ``ran`` counts least often; of equals any, so that workers differ.
+    Among instances that ``ran`` counts equally the choice is random, so that workers differ.
     """
     names = [name for name in accepted if name != NATIVE]
     order = np.random.default_rng([case.seed, case.index, 3]).permutation(len(names))
@@ -222,9 +225,9 @@ def least_run(
 def judge(
     case: Case, platform: str, forced: int | None, ran: collections.Counter[str]
 ) -> tuple[dict[str, int], list[str]]:
-    """(counts of what happened, what is wrong) on the problem.
+    """Judges one problem: (counts, complaints).
 
-    With ``forced`` instances by name, or all: those that ``ran`` counts least often.
+    Runs the ``forced`` instances that ``ran`` counts least often (None: all).
     """
     counts: collections.Counter[str] = collections.Counter()
     algorithms = least_run(case, accepting(case, platform), ran, forced) if case.op else []
@@ -253,7 +256,7 @@ def judge(
         [np.asarray(out) for out in program(*arrays, *_poison(shapes, platform))] for _ in range(2)
     ]
     complaints = []
-    each = len(shapes) // len(labels)  # results of a label
+    each = len(shapes) // len(labels)  # number of results for each label
     for at, (once, twice) in enumerate(zip(*runs, strict=True)):
         label, instance = labels[at // each], chosen[at // each]
         op = case.op or Op(label)
@@ -289,7 +292,7 @@ def judge(
 
 
 def _order(case: Case) -> Callable:
-    """Sorts recorded convolutions as ``_programs`` lists results; gradients come in any order."""
+    """A sort key: the order of results in ``_programs``. Gradients are recorded in any order."""
     return lambda c: 0 if case.op else [op.value for op in Op].index(c.op)
 
 
@@ -297,10 +300,10 @@ def _order(case: Case) -> Callable:
 
 
 def failed(case: Case, error: Exception) -> tuple[dict[str, int], list[str]]:
-    """What a problem counts whose computation raised, and the complaint, if it is one.
+    """The counts and complaints for a problem whose computation raised ``error``.
 
-    Workers share a GPU's memory: large problems of several of them need not fit, which says nothing
-    of the kernels.
+    Workers share a GPU's memory, so large problems of several workers may not fit. Such an error is
+    not a failure of a kernel.
     """
     if "RESOURCE_EXHAUSTED: Out of memory" in str(error):
         return {"problems that did not fit the memory left": 1}, []
@@ -309,7 +312,7 @@ def failed(case: Case, error: Exception) -> tuple[dict[str, int], list[str]]:
 
 
 def work(options: argparse.Namespace) -> int:
-    """Runs problems until the time is over; tells of each in a line of JSON before and after."""
+    """Runs problems until the time is over; writes a JSON line before and after each."""
     say = functools.partial(print, flush=True)
     device = jax.devices({"cuda": "gpu", "cpu": "cpu"}[options.platform])[0]
     index, ran = options.start, collections.Counter()
@@ -323,7 +326,7 @@ def work(options: argparse.Namespace) -> int:
                 counts, complaints = failed(case, error)
             say(json.dumps({"counts": counts, "complaints": complaints}))
             if complaints:
-                jnp.zeros(1).block_until_ready()  # ends the process where the device is lost
+                jnp.zeros(1).block_until_ready()  # raises if the GPU is lost: the process ends
             index += options.step
             if index // options.step % CLEAR_EVERY == 0:
                 jax.clear_caches()
@@ -344,7 +347,7 @@ def reproduce(options: argparse.Namespace) -> int:
 
 
 class Worker:
-    """A process that runs every ``step``-th problem, replaced when it ends before its time."""
+    """A process that runs every ``step``-th problem; it is replaced if it ends early."""
 
     def __init__(self, options: argparse.Namespace, start: int, until: float, events: queue.Queue):
         self.options, self.until, self.events = options, until, events
@@ -367,7 +370,7 @@ class Worker:
         of_a_gpu = -(-o.processes // max(1, len(o.gpus)))
         environment["XLA_PYTHON_CLIENT_MEM_FRACTION"] = f"{0.9 / of_a_gpu:.3f}"
         self.index, self.case, self.heard = start, START, time.time()
-        self.errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 (as long as the process)
+        self.errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed with the process)
         self.process = subprocess.Popen(
             command, env=environment, stdout=subprocess.PIPE, stderr=self.errors, text=True
         )
@@ -380,7 +383,7 @@ class Worker:
         self.events.put((self, process))
 
     def death(self) -> str:
-        """How the process ended, with the end of what it said last."""
+        """How the process ended, and the end of its last output."""
         self.errors.seek(0)
         said = " ".join(self.errors.read().split())
         return f"{self.case}: worker ended with {self.process.returncode}: {said[-600:]}"
@@ -388,7 +391,7 @@ class Worker:
 
 def supervise(options: argparse.Namespace) -> int:
     if options.record:
-        gpu_report.commit()  # raises now, not after the run
+        gpu_report.commit()  # raises now rather than after the run
     began, events = time.time(), queue.Queue()
     until = began + options.seconds
     workers = [Worker(options, i, until, events) for i in range(options.processes)]
@@ -407,7 +410,7 @@ def supervise(options: argparse.Namespace) -> int:
             worker.heard = now
             try:
                 told = json.loads(event)
-            except ValueError:  # a library's print
+            except ValueError:  # output of a library
                 continue
             if "begin" in told:
                 worker.index, worker.case = told["begin"], told["case"]
@@ -416,7 +419,7 @@ def supervise(options: argparse.Namespace) -> int:
                 found = told["complaints"]
                 worker.case = "" if found else "between two problems"
         elif event is worker.process:
-            if event.returncode and worker.case:  # else the failure is told already
+            if event.returncode and worker.case:  # otherwise the failure is already reported
                 found = [worker.death()]
             if now < until and worker.case != START and len(failures) < 10 * SHOWN:
                 worker.spawn(worker.index + options.processes)
@@ -435,7 +438,7 @@ def supervise(options: argparse.Namespace) -> int:
 
 
 def report(options, counts: collections.Counter, failures: list[str], seconds: float) -> int:
-    """Prints the counts and the instances that never ran; adds both to the GPU report."""
+    """Prints the counts, and the instances that never ran; adds both to the GPU report."""
     ran = {n.removeprefix("instance "): c for n, c in counts.items() if n.startswith("instance ")}
     for name, count in sorted(counts.items()):
         print(f"{count:8} {name}")
@@ -482,7 +485,7 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--problem", type=int, help="this problem alone, on every instance")
     parser.add_argument("--platform", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--record", metavar="PATH", help="add a summary to this GPU report")
-    parser.add_argument("--start", type=int, help=argparse.SUPPRESS)  # a worker: its first problem
+    parser.add_argument("--start", type=int, help=argparse.SUPPRESS)  # a worker's first problem
     parser.add_argument("--step", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--until", type=float, help=argparse.SUPPRESS)
     options = parser.parse_args(given)

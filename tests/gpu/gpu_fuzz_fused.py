@@ -1,4 +1,4 @@
-"""Epilogues of the GPU fuzz: a random one, whose activation is exact, and its calls."""
+"""Epilogues of the GPU fuzz: draws one with an exact activation, and makes its calls."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SLOPES = (0.25, 0.5, -0.5)
 
 
 def draw_epilogue(draw: Draw) -> Epilogue:
-    """One that is not plain."""
+    """A random epilogue with at least one term."""
     while True:
         scale, bias, residual, pre = (draw.chance(0.5) for _ in range(4))
         activation = draw.one_of(None, "relu", "relu6", "leaky_relu")
@@ -32,7 +32,7 @@ def draw_epilogue(draw: Draw) -> Epilogue:
 def accepting(
     p: Problem, form: Epilogue, dtype: str, precision: str, layout: str, platform: str
 ) -> list[str]:
-    """What computes the problem with its epilogue: "native", if it does, and instances by name."""
+    """The algorithms that compute problem and epilogue: "native" if it can, and instances."""
     spec = p.spec(precision=precision, layout=layout)
     shapes = [p.to_layout(r, np.empty(p.canonical_shape(r)), layout).shape for r in "xw"]
     sizes = spec.sizes(Op.FPROP, *shapes)

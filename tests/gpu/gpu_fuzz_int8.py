@@ -1,4 +1,4 @@
-"""The 8-bit problems of ``gpu_fuzz.py``: quantised convolutions with any terms of the epilogue."""
+"""The 8-bit problems of ``gpu_fuzz.py``: quantised convolutions with any epilogue terms."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from jaxconv._src.library import native
 from jaxconv._src.problem.spec import Op, key_of
 
 X_DTYPES = {"s8": np.dtype(np.int8), "u8": np.dtype(np.uint8)}
-BLOCK = 32  # what the channels of a group are a multiple of
-FEW = 4  # or this, of the input, in one group
+BLOCK = 32  # the channels of a group are a multiple of this,
+FEW = 4  # or, for the input channels of a single group, this
 
 
 def draw_channels(draw: Draw, p: Problem, most: int) -> Problem:
-    """The problem with channels, groups and no dilation of the input as 8-bit operands have them.
+    """Gives the problem channels and groups that 8-bit operands can have, and no dilation of x.
 
-    ``most`` is the number of channels that all groups have together, about.
+    ``most`` is the approximate limit of the channels of all groups.
     """
     form = draw.by_share({"dense": 0.6, "groups": 0.25, "few": 0.15})
     groups = draw.one_of(2, 3, 4) if form == "groups" else 1
@@ -43,10 +43,10 @@ def draw_channels(draw: Draw, p: Problem, most: int) -> Problem:
 def draw_call(draw: Draw, p: Problem) -> tuple[Int8Spec, str]:
     """(a call that computes the problem, dtype of x): plain sums, some terms, all, or a layer.
 
-    A layer has a result of 8 bits, a scale and a bias of each channel and perhaps ReLU, as most of
-    a quantised network's do; kernels with swapped operands take little else.
+    A layer has an 8-bit result, a scale and bias for each channel, and perhaps ReLU, as most layers
+    of quantised networks have. Kernels with swapped operands take little else.
     """
-    blocks = p.rank == 2 and p.groups != p.c  # depthwise convolutions are of NHWC alone
+    blocks = p.rank == 2 and p.groups != p.c  # depthwise convolutions exist only for NHWC
     layout = draw.one_of("nhwc", "nchw32") if blocks else "nhwc"
     x_dtype, out = draw.one_of(*X_DTYPES), draw.one_of(*OUT_DTYPES)
     spec = Int8Spec(conv=p.spec(algorithm="native"), layout=layout, out_dtype=OUT_DTYPES[out])
@@ -78,7 +78,7 @@ def draw_call(draw: Draw, p: Problem) -> tuple[Int8Spec, str]:
 
 
 def _sizes(p: Problem, spec: Int8Spec):
-    """Sizes of the convolution; they are the same for every layout."""
+    """The sizes of the convolution, which do not depend on the layout."""
     plain = dataclasses.replace(spec, layout="nhwc")
     return plain.sizes(p.canonical_shape("x"), (p.k, 0))
 
@@ -91,7 +91,7 @@ def line(p: Problem, spec: Int8Spec, x_dtype: str) -> str:
 
 
 def features(p: Problem, spec: Int8Spec) -> list[str]:
-    """What the run counts."""
+    """The features of a problem that the run counts."""
     terms = [name for name in ("offset", "bias", "residual") if getattr(spec, name)]
     return [
         spec.scale or "no scale",
@@ -105,18 +105,18 @@ def features(p: Problem, spec: Int8Spec) -> list[str]:
 
 
 def forced(spec: Int8Spec, algorithm: str) -> Int8Spec:
-    """The call by this instance."""
+    """The call with this instance by name."""
     conv = dataclasses.replace(spec.conv, algorithm=(algorithm,) * len(Op))
     return dataclasses.replace(spec, conv=conv)
 
 
 def is_sparse(p: Problem) -> bool:
-    """Whether the operands are those of which Winograd rounds nothing."""
+    """Whether the operands are so sparse that Winograd rounds nothing."""
     return p.name.startswith("sparse")
 
 
 def accepting(p: Problem, spec: Int8Spec, x_dtype: str, platform: str) -> list[str]:
-    """What computes the call: "native", unless it leaves it to XLA, and every instance by name."""
+    """The algorithms that compute the call: "native" if not left to XLA, and every instance."""
     names = [n for n in native.load(platform).kernels() if n.startswith(f"{Op.FPROP.value}_")]
     names = [n for n in names if is_sparse(p) or "_winograd_int8_" not in n]
     sizes, dtype = _sizes(p, spec), X_DTYPES[x_dtype]
@@ -130,7 +130,7 @@ def accepting(p: Problem, spec: Int8Spec, x_dtype: str, platform: str) -> list[s
 def arrays(
     p: Problem, spec: Int8Spec, x_dtype: str, seed: object
 ) -> tuple[list[np.ndarray], np.ndarray]:
-    """(operands in the layout of the call, its result channels last)."""
+    """(operands in the layout of the call, its expected result channels last)."""
     x, w = int8_reference.operands(p, X_DTYPES[x_dtype], seed)
     if is_sparse(p):
         rng = np.random.default_rng(seed)

@@ -1,8 +1,8 @@
-"""Problems of the GPU fuzz that are like a network's layers: what specialised kernels are for.
+"""Problems of the GPU fuzz that resemble layers of networks, for specialised kernels.
 
-Random extents seldom meet a kernel of one filter, stride, number of groups or of channels. A kind
-here fixes those, for one operation and type of operands, and leaves the rest to chance. Problems
-take the kinds in turn, so that each has its share of a run.
+Random extents seldom fit a kernel for one filter, stride, number of groups or of channels. A kind
+fixes these for one operation and operand type, and draws the rest. Problems cycle through the
+kinds, so that each has its share of a run.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ Form = Callable[[Draw], dict]
 BITS_16 = ("bf16", "f16")
 FLOATS = (*BITS_16, "f32")
 OPS = ("fprop", "dgrad", "wgrad")
-# Wider than the filter, and such beside negative ones: of a few layers, that kernels were not made
-# for. What computes them is judged by the definition: XLA:CPU is wrong there (docs/notes/xla.md).
+# Paddings of kinds. "wide" (wider than the filter) and "mixed" (also negative) are rare, because
+# kernels are not specialised for them. The NumPy reference judges them: XLA:CPU is wrong there
+# (docs/notes/xla.md).
 PADDINGS = (*("same",) * 5, *("near",) * 3, "wide", "mixed")
-FUSED, INT8 = "fused", "int8"  # fprop with an epilogue, and of 8-bit operands
+FUSED, INT8 = "fused", "int8"  # fprop with an epilogue, and with 8-bit operands
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,23 +39,23 @@ class Kind:
 
 
 def _depthwise(draw: Draw, window: tuple[int, int], stride: int) -> dict:
-    """Mostly channels that 16-byte copies take."""
+    """Depthwise; mostly channels in multiples of 8, which 16-byte copies take."""
     c = 8 * draw.integer(1, 18) - (draw.integer(1, 7) if draw.chance(0.1) else 0)
     k = 2 * c if draw.chance(0.1) else c
     return dict(window=window, stride=(stride, stride), c=c, k=k, groups=c)
 
 
 def _long_depthwise(draw: Draw, low: int, high: int) -> dict:
-    """Filter rows of so many taps, products by Toeplitz and Hankel matrices."""
+    """Depthwise with ``low`` to ``high`` taps in a filter row (Toeplitz and Hankel matrices)."""
     c = 8 * draw.integer(1, 6)
     window = (draw.one_of(1, 5, 9, 17, 31), draw.integer(low, high))
     return dict(window=window, c=c, k=c, groups=c)
 
 
 def _small_groups(draw: Draw, widths: tuple[int, ...], stride: int) -> dict:
-    """Groups of a few channels, as many out as in; 3x3, seldom another filter."""
+    """Groups with equally few input and output channels; mostly 3x3 filters."""
     width = draw.one_of(*widths)
-    least = max(2, 8 // width)  # groups, of together 8 channels or a multiple of them
+    least = max(2, 8 // width)  # groups; their channels are a multiple of 8
     groups = least * draw.integer(1, max(1, 200 // (least * width)))
     window = (3, 3) if draw.chance(0.85) else (draw.integer(1, 5), draw.integer(1, 7))
     c = width * groups
@@ -70,9 +71,9 @@ def _image(
     """A stem: a few input channels, mostly rows of whole 16 bytes.
 
     Args:
-        draw: decides what is not given.
-        elements: that a row of the window has at most, unless ``window`` is given.
-        window, stride: of both axes.
+        draw: draws what is not given.
+        elements: the largest number of elements in a row of the window, unless ``window`` is given.
+        window, stride: for both axes.
     """
     c = draw.one_of(1, 2, 3, 3, 4)
     columns = max(1, min(15, elements // c))
@@ -84,7 +85,7 @@ def _image(
 
 
 def _narrow(draw: Draw, elements: int) -> dict:
-    """A few output channels of many, stride 1."""
+    """Many input and a few output channels, stride 1."""
     k = draw.one_of(1, 2, 3, 3, 4)
     columns = max(1, min(15, elements // k))
     window = (draw.one_of(1, 3, 5), draw.one_of(columns, draw.integer(1, columns)))
@@ -92,7 +93,7 @@ def _narrow(draw: Draw, elements: int) -> dict:
 
 
 def _patches(draw: Draw) -> dict:
-    """Windows that do not overlap, whose rows have whole 16 bytes."""
+    """Windows that do not overlap; their rows have whole 16 bytes."""
     window, c = draw.one_of(
         ((2, 2), 4 * draw.integer(1, 16)),
         ((4, 4), 2 * draw.integer(1, 8)),
@@ -103,7 +104,7 @@ def _patches(draw: Draw) -> dict:
 
 
 def _winograd(draw: Draw) -> dict:
-    """3x3, stride 1; channels in multiples of 8, mostly of 16, and at times in groups."""
+    """3x3, stride 1; channels in multiples of 8, mostly of 16; some in groups."""
     unit, groups = draw.one_of(8, 16, 16), draw.one_of(1, 1, 1, 2, 3)
     c, k = (groups * unit * draw.integer(1, 96 // unit) for _ in range(2))
     return dict(window=(3, 3), c=c, k=k, groups=groups)
@@ -121,7 +122,7 @@ def _pointwise(draw: Draw) -> dict:
 
 
 def _rows(draw: Draw, padded: bool) -> dict:
-    """Filters of a few taps, of which shared memory keeps the small ones."""
+    """Filters of a few taps, the small ones of which fit in shared memory."""
     window = draw.one_of((1, 2), (1, 3), (3, 3), (3, 3), (2, 3))
     return dict(window=window) | _channels(draw, padded)
 
@@ -138,13 +139,13 @@ def _int8_image(draw: Draw, window: int, stride: int) -> dict:
 
 
 def _int8_small(draw: Draw) -> dict:
-    """Filters that shared memory keeps."""
+    """Filters that fit in shared memory."""
     window = draw.one_of((3, 3), (1, 3), (2, 2))
     return dict(window=window, c=32 * draw.integer(1, 3), k=32 * draw.integer(1, 2))
 
 
 def _int8_winograd(draw: Draw) -> dict:
-    """3x3, stride 1, of operands that are transformed without rounding."""
+    """3x3, stride 1; operands that Winograd transforms without rounding."""
     c, k = (32 * draw.integer(1, 5) for _ in range(2))
     return dict(window=(3, 3), c=c, k=k, sparse=True)
 
@@ -196,7 +197,7 @@ KINDS = _kinds()
 
 
 def kind_of(seed: int, turn: int) -> Kind:
-    """The kinds in turn, in an order of the seed's."""
+    """The kind of this turn. The seed decides the order of the kinds."""
     return KINDS[_order(seed)[turn % len(KINDS)]]
 
 
@@ -206,7 +207,7 @@ def _order(seed: int) -> np.ndarray:
 
 
 def draw_kind(draw: Draw, form: Form, pixels: int) -> Problem:
-    """A problem of the form; with ``pixels``, of about so many outputs or more."""
+    """A problem of the form; with ``pixels``, one of about so many outputs or more."""
     drawn = {"stride": (1, 1), "groups": 1, "padding": draw.one_of(*PADDINGS)}
     drawn |= form(draw)
     window, stride = drawn["window"], drawn["stride"]
@@ -218,7 +219,7 @@ def draw_kind(draw: Draw, form: Form, pixels: int) -> Problem:
         n, most = draw.integer(1, 5), draw.one_of(8, 16, 33)
         out = [draw.integer(1, most) for _ in stride]
     spatial = [e * s for e, s in zip(out, stride, strict=True)]
-    if drawn["padding"] != "none":  # else the windows cover the input
+    if drawn["padding"] != "none":  # otherwise the windows cover the input
         spatial = [max(1, e - draw.integer(0, s - 1)) for e, s in zip(spatial, stride, strict=True)]
     if drawn.get("even") and draw.chance(0.6):  # rows of whole 16 bytes
         spatial[1] = -(-spatial[1] // 8) * 8

@@ -17,9 +17,9 @@ from jaxconv._src.int8.int8_primitive import Int8Spec
 from jaxconv._src.problem.epilogue import Epilogue
 from jaxconv._src.problem.spec import Op, explicit_input
 
-# Multiplications and additions that the reference may take: 5 ms, and half a second.
+# The reference's limits of operations: 5 ms, and half a second.
 SMALL_FLOPS, LARGE_FLOPS = 1e8, 8e9
-# Tiles of 128 pixels in a large problem, at least: three for each of an H200's 132 SMs.
+# The least outputs of a large problem: about three tiles of 128 pixels for each of 132 SMs.
 LARGE_PIXELS = 400 * 128
 
 DTYPE_CHOICES = (
@@ -33,24 +33,24 @@ LAYOUT_CHOICES = ("last", "last", "krsc", "first")
 LARGE_SHARE = 0.15  # of the problems
 # Shares among problems without a kind.
 FORM_SHARES = {"plain": 0.68, gpu_fuzz_kinds.FUSED: 0.12, gpu_fuzz_kinds.INT8: 0.2}
-OF_A_KIND, EVERY = 3, 5  # so many of so many problems are of the kinds of gpu_fuzz_kinds.py
+OF_A_KIND, EVERY = 3, 5  # so many of so many problems take a kind of gpu_fuzz_kinds.py
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One problem with the way to compute it."""
+    """A problem and the way to compute it."""
 
     seed: int
     index: int
     problem: Problem
     op: Op | None  # the primitive; None: a convolution and its gradients
-    under_lax: bool  # in that form: lax's convolution under override, or this library's
+    under_lax: bool  # if op is None: whether it is lax's under override
     dtype: str
     result: str  # the primitive's result type
     precision: str
     layout: str
-    int8: Int8Spec | None = None  # a quantised convolution, of x of ``dtype``
-    fused: Epilogue | None = None  # of fprop
+    int8: Int8Spec | None = None  # a quantised convolution; ``dtype`` is the type of x
+    fused: Epilogue | None = None  # fprop's epilogue
 
     @property
     def ops(self) -> tuple[Op, ...]:
@@ -71,7 +71,7 @@ class Case:
         return f"--seed {self.seed} --problem {self.index} ({form}, {self.layout}{result}): {line}"
 
 
-# Gave a wrong result once.
+# Regressions: problems that had wrong results.
 FIXED = [
     problem("wide_padding_groups", (148,), 3, n=3, c=384, k=128, padding=((4, 0),), groups=2),
     problem("wide_padding", (92,), 3, n=1, c=72, k=128, padding=((3, 1),)),
@@ -84,8 +84,8 @@ def _flops(p: Problem) -> int:
 
 
 def draw_case(seed: int, index: int, platform: str) -> Case:
-    """The problem of this number, the same on every machine."""
-    if index < 2 * len(FIXED):  # as a gradient through lax, and as the primitive
+    """The problem of (seed, index), the same on every machine."""
+    if index < 2 * len(FIXED):  # each through lax's gradient, and as the primitive
         fixed, op = FIXED[index // 2], None if index % 2 == 0 else Op.DGRAD
         return Case(seed, index, fixed, op, True, "bf16", "bf16", "default", "krsc")
     turn = index // EVERY * OF_A_KIND + index % EVERY
@@ -119,9 +119,9 @@ def _draw_fitting(
     kind: gpu_fuzz_kinds.Kind | None,
     change: Callable[[Draw, Problem, int], Problem] = lambda draw, p, channels: p,
 ) -> Problem:
-    """The first problem of the wanted size that JAX and the library can express.
+    """The first drawn problem of the wanted size that JAX and the library can express.
 
-    ``change`` is made of those that are of no kind, whose channels have a limit.
+    ``change`` is applied to problems without a kind; its last argument limits the channels.
     """
     least, most = (LARGE_PIXELS, LARGE_FLOPS) if large else (1, SMALL_FLOPS)
     pixels = LARGE_PIXELS if large else 0

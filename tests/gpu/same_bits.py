@@ -4,11 +4,11 @@
         --record tests/gpu_report.json
 
 Every instance of the families depthwise, block_diagonal and few_channels that accepts a layer below
-computes it on random data, in three processes at once, so that CTAs meet each other differently in
-each; ``kernel_check hash`` prints a hash of each result, and ``pass_check hash`` those of kernels
-that are no convolutions (CONTRIBUTING.md says how the programs are built). Exit status 1: a hash
-differs, a process lacks one, or a program fails. ``--families`` takes other families, ``--record``
-adds a summary to the GPU record.
+computes it on random data, in three processes at once, so that the relative timing of CTAs differs.
+``kernel_check hash`` prints a hash of each result, and ``pass_check hash`` those of passes, the
+kernels without a convolution (CONTRIBUTING.md says how the programs are built). Exit status 1: a
+hash differs, a process lacks one, or a program fails. ``--families`` takes other families,
+``--record`` adds a summary to the GPU record.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def lines() -> Iterator[str]:
 def hashes(
     commands: Sequence[Sequence[str]], options: argparse.Namespace, number: int
 ) -> dict[tuple[str, str], str]:
-    """The hash of each (problem and operation, instance), of commands one after the other.
+    """The hash of each (problem and operation, instance), by commands that run one after the other.
 
     Raises:
         RuntimeError: a program fails, or does not end in time.
@@ -90,7 +90,7 @@ def hashes(
 
 
 def differing(runs: Sequence[dict[tuple[str, str], str]]) -> list[str]:
-    """What is not in all runs alike, a line each."""
+    """One line for each entry that differs between runs or is missing in one."""
     of_all = collections.defaultdict(list)
     for each in runs:
         for result, bits in each.items():

@@ -4,12 +4,12 @@
         --int8-program build/int8_check --pass-program build/pass_check --processes 4 \
         --record tests/gpu_report.json
 
-Runs the cases of ``test_emulated_kernels.py``, small problems that reach each device kernel's file,
-by the programs ``tests/cc/kernel_check.cu`` and ``int8_check.cu``, and those of ``pass_check.cu``,
-kernels that are no convolutions (CONTRIBUTING.md says how they are built). The programs plan for a
-GPU of two SMs, so that a CTA processes several tiles. Each process has a part of the cases, and the
-GPUs take turns. Exit status 1: the sanitizer reports anything, or a program fails. ``--record``
-adds a summary to the GPU record.
+``tests/cc/kernel_check.cu`` and ``int8_check.cu`` run the cases of ``test_emulated_kernels.py``:
+small problems that reach each device kernel's file. ``pass_check.cu`` runs its own cases, of passes
+(kernels without a convolution). CONTRIBUTING.md says how the programs are built. They plan for a
+GPU of two SMs, so that a CTA processes several tiles. Each process runs a part of the cases;
+processes use the GPUs in turn. Exit status 1: the sanitizer reports anything, or a program fails.
+``--record`` adds a summary to the GPU record.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ KERNELS = re.compile(r"^\w+: \d+ problems, (\d+) kernels, (\d+) failures", re.MU
 
 
 class Call(NamedTuple):
-    """A check program's arguments, and how many kernels it should run at least."""
+    """A check program's arguments, and the least number of kernels that it should run."""
 
     command: list[str]
     kernels: int
 
 
 class Outcome(NamedTuple):
-    """What one process found: reports of the sanitizer, or -1 where it ended without a summary."""
+    """The findings of one process: the sanitizer's reports, or -1 if there was no summary."""
 
     kernels: int
     found: int
@@ -68,7 +68,7 @@ def run(number: int, call: Call, options: argparse.Namespace) -> Outcome:
 
 
 def excerpt(output: str, half: int = 2000) -> str:
-    """From the first report on, which names the access that the others meet, and the end."""
+    """The output from the first report on, which names the conflicting access, and its end."""
     first = REPORT.search(output)
     at = first.start() if first else 0
     if len(output) - at <= 2 * half:
@@ -79,7 +79,7 @@ def excerpt(output: str, half: int = 2000) -> str:
 def commands(
     cases: Sequence[Case], program: str, int8_program: str, parts: int, folder: pathlib.Path
 ) -> list[Call]:
-    """The programs' calls: of so many parts for the kernels of floats, one case a call for int8."""
+    """The programs' calls: parts of the floating-point cases, and single int8 cases."""
     floats = [case for case in cases if not case.eight_bit]
     calls = []
     for part in range(min(parts, len(floats))):

@@ -1,19 +1,20 @@
-"""Programs over the GPUs of this machine: the same results as on one, and what it costs.
+"""Programs over the GPUs of this machine: the same results as on one, and their times.
 
     python tests/gpu/several_gpus.py
     python tests/gpu/several_gpus.py --network resnet50
 
-Every case of halo_cases.py runs with its rows over all GPUs, forward and both gradients, for
-automatic and explicit axes, in float32 on small integers: results are exact, and rows travel by
-collective permutes alone. Then a layer of a segmentation network is timed, on lax's convolution
-and on this library's. Exit status 1: a result differs or activations are gathered.
+Every case of halo_cases.py runs with its rows split over all GPUs, forward and both gradients, for
+automatic and explicit axes, in float32 on small integers: results must be exact, and collective
+permutes must be the only exchange of rows. Also measures a layer of a segmentation network, on
+lax's convolution and on this library's. Exit status 1: a result differs or activations are
+gathered.
 
-With ``--network`` a built-in network trains under ``fuse``, data parallel by ``jit``: the step of
-all GPUs has the calls of the step that one takes of all examples, no more collectives than lax's,
-and its time is measured beside that of one GPU's share.
-Exit status 1: the calls or the losses differ, or there are more collectives.
+With ``--network`` a built-in network trains under ``fuse``, data parallel by ``jit``. The step on
+all GPUs must have the same calls as the step of one GPU on all examples, and no more collectives
+than lax's. Its time is printed beside that of one GPU on its share of the examples. Exit status 1:
+the calls or the losses differ, or there are more collectives.
 
-`--platform cpu` tries the script on virtual devices, as with ``--batch 2 --size 64``.
+``--platform cpu`` runs the script on virtual devices, for example with ``--batch 2 --size 64``.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ def mesh_of(kind: AxisType, devices: list) -> Mesh:
 
 
 def wrong_results(kind: AxisType, devices: list) -> list[str]:
-    """What differs, one line each."""
+    """The differences between results, one line each."""
     mesh, wrong = mesh_of(kind, devices), []
     for p, *_ in CASES:
         arrays, expected = tensors(p)
@@ -72,7 +73,7 @@ def wrong_results(kind: AxisType, devices: list) -> list[str]:
 
 
 def milliseconds(convolve, devices: list) -> float:
-    """A step's time, forward and both gradients, bfloat16."""
+    """The time of a step, forward and both gradients, in bfloat16."""
     mesh = mesh_of(AxisType.Auto, devices)
     rng = np.random.default_rng(0)
     arrays = [
@@ -91,18 +92,16 @@ def milliseconds(convolve, devices: list) -> float:
 
 # --- data-parallel training -----------------------------------------------------------------------
 
-LOSSES = (
-    1e-2  # largest accepted difference of the first losses, which lax's order of sums gives too
-)
+LOSSES = 1e-2  # largest accepted difference of first losses; lax on several devices reaches it, too
 
 
 class Training:
-    """A network's training step over some devices, compiled.
+    """A network's compiled training step on some devices.
 
     Attributes:
-        calls: how often a device calls each kernel of ours.
-        collectives: how often it takes part in each collective.
-        loss: of the first step.
+        calls: how often a device calls each kernel of this library.
+        collectives: how often a device takes part in each collective.
+        loss: the loss of the first step.
     """
 
     def __init__(self, name: str, make: Callable, devices: list, examples: programs.Examples):
@@ -128,7 +127,7 @@ class Training:
         return jax.block_until_ready(loss)
 
     def milliseconds(self, steps: int) -> float:
-        """A step's time, the median of five rounds."""
+        """The time of a step, the median of five rounds."""
         times = []
         for _ in range(5):
             start = time.perf_counter()
@@ -138,7 +137,7 @@ class Training:
 
 
 def train(name: str, devices: list, batch: int | None, size: int | None, steps: int) -> list[str]:
-    """Prints calls, collectives and times; what is wrong, one line each."""
+    """Prints calls, collectives and times; returns complaints, one line each."""
     network = NETWORKS[name]
     shape = programs.input_shape(network, batch, size)
     whole = (shape[0] * len(devices), *shape[1:])
@@ -146,7 +145,7 @@ def train(name: str, devices: list, batch: int | None, size: int | None, steps: 
     of_one = jax.tree.map(lambda a: a[: shape[0]], examples)
     with jaxconv.override():
         one = Training(name, jaxconv.fuse, devices[:1], of_one)
-        # fuse sees the whole batch while it traces, and decides by its size.
+        # While tracing, fuse sees the whole batch, and decides by its size.
         expected = Training(name, jaxconv.fuse, devices[:1], examples).calls
         several = Training(name, jaxconv.fuse, devices, examples)
     with jaxconv.override(False):

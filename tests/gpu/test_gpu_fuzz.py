@@ -1,4 +1,4 @@
-"""The GPU fuzz's own parts, on the CPU: its problems, and that it sees what is wrong."""
+"""The parts of the GPU fuzz on the CPU: its problems, and its detection of errors."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ INT8 = [case for case in CASES if case.int8]
 
 
 def whole(cases: list, count: int) -> list:
-    """The first that have no padding to crop, which oneDNN cannot."""
+    """The first cases without negative padding, which oneDNN does not take."""
     return [c for c in cases if min(min(pair) for pair in c.problem.padding) >= 0][:count]
 
 
@@ -58,7 +58,7 @@ def test_8_bit_problems_are_varied():
         assert {bool(getattr(spec, present)) for spec in specs} == {False, True}
     assert any(p.groups > 1 for p in problems) and any(p.c == 4 for p in problems)
     assert any(p.groups == p.c for p in problems)
-    # Problems with terms that kernels with swapped operands accept, in one group of many channels.
+    # Problems with terms that kernels with swapped operands accept; one group of many channels.
     swapped = [
         case
         for case in INT8
@@ -82,7 +82,7 @@ def test_8_bit_problems_are_varied():
 
 
 def test_kinds_have_their_turn():
-    """Twice at least among as many problems as have 20,000 results."""
+    """Among enough problems for 20,000 results, each kind occurs at least twice."""
     counts: collections.Counter[tuple] = collections.Counter()
     groups, padded = collections.Counter(), collections.Counter()
     for index in range(2800):
@@ -135,7 +135,7 @@ def test_processes_take_the_gpus_in_turn(monkeypatch):
     workers = [gpu_fuzz.Worker(options, i, 0.0, queue.Queue()) for i in range(5)]
     assert [env["CUDA_VISIBLE_DEVICES"] for _, env in started] == ["0", "1", "0", "1", "0"]
     assert {env["XLA_PYTHON_CLIENT_MEM_FRACTION"] for _, env in started} == {"0.300"}
-    workers[1].spawn(6)  # in place of one that ended
+    workers[1].spawn(6)  # replaces a worker that ended
     assert started[-1][1]["CUDA_VISIBLE_DEVICES"] == "1"
     assert gpu_fuzz.arguments(["--gpus", "3"]).gpus == ["3"]
     assert gpu_fuzz.arguments(["--platform", "cpu"]).gpus == []
@@ -185,7 +185,7 @@ def test_8_bit_results(native_cpu, monkeypatch, case):
     right = gpu_fuzz.gpu_fuzz_int8.arrays
 
     def wrong(*arguments):
-        """One bit of one element."""
+        """Flips one bit of one element."""
         operands, expected = right(*arguments)
         expected.view(f"u{expected.itemsize}").flat[-1] ^= 1
         return operands, expected

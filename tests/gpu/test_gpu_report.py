@@ -1,4 +1,4 @@
-"""The recorded GPU run belongs to these sources, or says in words why there was none."""
+"""The recorded GPU run has the checkout's sources and is complete, or says why there is none."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ import gpu_report
 import jax
 import pytest
 
-SHOWN = 20  # missing tests that a complaint names
+SHOWN = 20  # how many missing tests a complaint names
 
 
 def without_folder(test_id: str) -> str:
-    """A test id with its file's base name, which no two files share: files may move."""
+    """A test id with its file's base name, which is unique: files may move between folders."""
     file, separator, rest = test_id.partition("::")
     return file.rpartition("/")[2] + separator + rest
 
 
 def complaint(report: dict, sources_sha256: str, gpu_tests: set[str]) -> str:
-    """What is wrong with a report, "" for nothing; ``gpu_tests`` are the ids it must hold."""
+    """The complaint about a report, or ""; ``gpu_tests`` are the ids that it must contain."""
     if report.get("no_run_reason", "").strip():
         return ""
     again = (
@@ -57,7 +57,7 @@ def complaint(report: dict, sources_sha256: str, gpu_tests: set[str]) -> str:
 
 
 def test_the_recorded_gpu_run_is_of_these_sources_and_complete(request, record_property):
-    """Complete: holds every test marked gpu that this session has collected."""
+    """The record must contain every test marked gpu that this session has collected."""
     assert gpu_report.PATH.exists(), f"{gpu_report.PATH} is missing"
     report = json.loads(gpu_report.PATH.read_text())
     if report.get("commit"):

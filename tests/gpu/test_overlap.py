@@ -1,9 +1,8 @@
-"""Kernels that start before their predecessor has ended read nothing early (dependent launch).
+"""With programmatic dependent launch, kernels that start early read no input early.
 
-A convolution lets the next kernel of the stream start while its last tiles are stored, and XLA
-launches its own fusions with programmatic dependence. If a fusion read its input before the
-convolution's stores are visible, the bits would differ from those of the same operations one at a
-time.
+A convolution lets the next kernel of the stream start while it stores its last tiles, and XLA
+launches its own fusions with programmatic dependent launch. If a fusion read its input before the
+convolution's stores are visible, the bits would differ from those of separate operations.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import sys
 
 import pytest
 
-# A program of its own: whether XLA records command buffers is decided when the process starts.
+# A separate program, because XLA decides at process start whether it records command buffers.
 PROGRAM = """
 import jax, jax.numpy as jnp, numpy as np, jaxconv
 

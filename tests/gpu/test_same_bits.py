@@ -1,4 +1,4 @@
-"""same_bits.py judges what the check programs print in several processes."""
+"""same_bits.py judges the output of check programs from several processes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 import pytest
 import same_bits
 
-# Prints a hash for each problem of the file, that of the third as `third` says.
+# Prints a hash for each problem of the file; `third` gives the hash of the third problem.
 PROGRAM = """#!/bin/sh
 awk -F'\\t' -v third="{third}" '{{
   if (NR == 3 && third == "") next
@@ -25,7 +25,7 @@ exit {status}
 
 @pytest.fixture
 def compared(tmp_path, capsys):
-    """Runs same_bits.py with programs like these: (status, what it prints)."""
+    """Runs same_bits.py with such programs; returns (status, output)."""
 
     def run(
         third: str = "bits",
@@ -58,7 +58,7 @@ def test_equal_bits_pass(compared):
     "arguments", [{"third": "$$"}, {"passes": PASSES.format(bits="$$", status=0)}]
 )
 def test_bits_that_differ_are_a_failure(compared, arguments):
-    # The number of the process differs in every one.
+    # Each process prints its own number, so the hashes differ.
     status, printed = compared(**arguments)
     assert status == 1
     assert json.loads(printed.splitlines()[-1])["failed"] == 1

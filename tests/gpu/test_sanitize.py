@@ -1,4 +1,4 @@
-"""sanitize.py judges what compute-sanitizer and the check programs print."""
+"""sanitize.py judges the output of compute-sanitizer and the check programs."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ PROGRAM = """#!/bin/sh
 n=$(({kernels}))
 echo "$1: 3 problems, $n kernels, {failures} failures"
 """
-LINES = '$([ -f "$2" ] && wc -l < "$2" || echo 1)'  # a kernel for each case
+LINES = '$([ -f "$2" ] && wc -l < "$2" || echo 1)'  # one kernel for each case
 
 
 @pytest.fixture
 def sanitized(tmp_path, monkeypatch, capsys):
-    """Runs sanitize.py with a sanitizer and a program that print so much: (status, summary)."""
+    """Runs sanitize.py with a sanitizer and a program that print so; returns (status, summary)."""
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
 
     def run(

@@ -1,4 +1,4 @@
-"""``int8.conv``: bit for bit the definition, on every platform, in both layouts."""
+"""``int8.conv`` equals its definition bit for bit, on every platform, in both layouts."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def window(p: Problem) -> dict:
 
 
 def convolve(p: Problem, layout: str, x, w, *, residual=None, **options) -> np.ndarray:
-    """``int8.conv`` of channels-last arrays in a layout, compiled; the result channels last."""
+    """Runs ``int8.conv`` compiled in ``layout``; takes and returns channels-last arrays."""
     packed = layout == "NCHW32"
     data_format = layout if packed else "channels_last"
     filters = int8.pack_filter(
@@ -43,7 +43,7 @@ def convolve(p: Problem, layout: str, x, w, *, residual=None, **options) -> np.n
     )
 
     def pack(array):
-        # Any dtype, as a layer would have written it.
+        # Packs any dtype, as an earlier layer would have written it.
         c = array.shape[-1]
         blocks = int8.pack(jnp.zeros((*array.shape[:-1], c), jnp.int8)).data.shape
         array = jnp.pad(array, [(0, 0)] * 3 + [(0, blocks[1] * 32 - c)])
@@ -66,7 +66,7 @@ def convolve(p: Problem, layout: str, x, w, *, residual=None, **options) -> np.n
 
 
 def rounded(value: Fraction) -> np.float32:
-    """The nearest float32 to a number, ties to even."""
+    """The float32 nearest to a number, ties to even."""
     guess = np.float32(float(value))
     near = [np.nextafter(guess, np.float32(s)) for s in (-np.inf, np.inf)]
     return min(
@@ -151,7 +151,7 @@ def test_without_a_scale_integers_wrap_and_floats_round(platform, out):
 
 @pytest.mark.parametrize(("x_dtype", "terms"), [("s8", 131_071), ("u8", 65_793)])
 def test_the_longest_sums_that_cannot_overflow(platform, x_dtype, terms):
-    """Sums of the most extreme products; one more term would exceed 2^31."""
+    """The longest sums of extreme products; one more term would exceed 2^31."""
     limits = np.iinfo(X_DTYPES[x_dtype])
     extreme = limits.min or limits.max
     x = np.full((1, 1, terms), extreme, X_DTYPES[x_dtype])
@@ -218,7 +218,7 @@ def test_scales(platform, kind):
 @pytest.mark.parametrize("c", [3, 20, 33, 40])
 @pytest.mark.parametrize("k", [10, 64, 600])
 def test_channels_of_any_number(platform, c, k):
-    """They are padded when packed; the result has those that were asked for."""
+    """Channels are padded when packed; the result has the original number."""
     p = problem("odd", (7, 6), 3, c=c, k=k, padding=1, stride=2)
     x, w = operands(p, np.int8)
     given = terms(p, np.uint8)
@@ -231,7 +231,7 @@ def test_channels_of_any_number(platform, c, k):
 @pytest.mark.parametrize("x_dtype", X_DTYPES)
 @pytest.mark.parametrize("scaled", [True, False], ids=["scaled", "sums"])
 def test_zero_points(platform, x_dtype, scaled):
-    """x - zero_point is convolved: padding holds the zero point."""
+    """The convolution of x - zero_point: padding stands for the zero point."""
     p = problem("zero", (9, 8), 3, c=40, k=64, padding=((1, 2), (0, 1)), stride=2)
     x, w = operands(p, X_DTYPES[x_dtype])
     value = 113 if x_dtype == "u8" else -17
@@ -255,7 +255,7 @@ def test_zero_points(platform, x_dtype, scaled):
 
 
 def pixel(acc, dtype, scale, *, traced: bool = False, **options):
-    """The results for given sums: of x all 1, an image of one pixel."""
+    """The results for given sums: x is 1 everywhere, and the image has one pixel."""
     rest = np.asarray(acc, np.int64)
     assert np.abs(rest).max() <= 127 * 96
     x = np.full((1, 1, 1, 96), 1, np.int8)
@@ -279,7 +279,7 @@ def test_ties_go_to_even_and_the_rest_saturates(platform, dtype):
 
 
 def test_numbers_that_are_not_finite(platform):
-    """Traced: NaN gives 0, before the zero point; infinities saturate. Concrete: refused."""
+    """Traced scales: NaN gives 0 before the zero point, infinities saturate. Concrete: refused."""
     scale = np.array([np.nan, np.inf, -np.inf, np.inf, 1e38, -1e38], np.float32)
     acc = [5, 5, 5, 0, 9999, 9999]
 
@@ -312,7 +312,7 @@ def test_denormal_results_are_kept_and_sums_beyond_2_to_the_24_round(platform):
 
 
 def test_a_negative_zero_and_a_bias_of_zero(platform):
-    """Sums of 0 with a negative scale: fma(0, -s, 0) is +0."""
+    """Sums of 0 with a negative scale: fma(0, -s, 0) is +0, not -0."""
     y = pixel([0, 0], np.float32, np.array([-1.0, 1.0], np.float32))
     assert not np.signbit(y).any()
 
@@ -343,7 +343,7 @@ def mapped(x, w, scale, bias, residual):
 )
 @pytest.mark.parametrize("of_image", [False, True], ids=["channel", "image"])
 def test_vmap(platform, layout, which, of_image):
-    """Mapped images fold into the batch, mapped filters run one by one; each as alone."""
+    """Mapped images fold into the batch, mapped filters run one by one; results stay the same."""
     count = 3
     order = ("x", "w", "scale", "bias", "residual")
     examples = []
@@ -408,7 +408,7 @@ def test_twice_the_same_bits(platform):
 
 
 def test_xla_computes_the_same_bits(platform):
-    """The fallback, where no kernel is."""
+    """Without a kernel, XLA computes the same bits."""
     for p in (*REQUANTIZED, INT8_BY_NAME["int8_1d"]):
         x, w = operands(p, np.uint8)
         for dtype in (np.int8, np.float32):

@@ -1,4 +1,4 @@
-"""Derivatives of ``int8.conv``, and its handler given wrong buffers. See ``adversary.py`` too."""
+"""Derivatives of ``int8.conv``; errors of its handler. See also ``adversary.py``."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def key_of(platform, **changes) -> tuple[str, Int8Spec, tuple]:
 
 
 def call_handler(platform, **changes):
-    """Calls the handler as the lowering does, except for the given changes."""
+    """Calls the handler as the lowering does, with ``changes`` to its arguments."""
     key, _, chosen = key_of(platform)
     assert chosen.instance
     terms = 9 * P.c
@@ -147,7 +147,7 @@ def test_a_workspace_that_is_too_small_is_refused(platform, native_kernels):
     if not chosen.workspace_bytes:
         return
     small = jax.ShapeDtypeStruct((chosen.workspace_bytes - 1,), np.uint8)
-    if platform == "cpu":  # whose handler allocates its own
+    if platform == "cpu":  # the CPU's handler allocates its own
         call_handler(platform, workspace=small)
         return
     with pytest.raises(jax.errors.JaxRuntimeError, match=r"INVALID_ARGUMENT.*workspace"):

@@ -1,8 +1,8 @@
-"""Every exact kernel of 8-bit operands, forced by name, on every problem it accepts: bit for bit.
+"""Every exact 8-bit kernel, forced by name, on every problem that it accepts: bit for bit.
 
-Each problem is computed in the layouts that hold it: as plain sums, with the whole epilogue, and
-with the epilogues of most layers, for which kernels have straight code.
-Problems of at least three tiles a CTA follow the tile in the instance's name.
+Each problem runs in the layouts that can hold it: as plain sums, with the whole epilogue, and with
+the epilogues of most layers, for which kernels have specialised code. Problems with at least three
+tiles for each CTA follow from the tile in the instance's name.
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ from jaxconv._src.int8 import int8_primitive
 from jaxconv._src.int8.int8_primitive import Int8Spec
 from jaxconv._src.library import native
 
-SMS = 132  # of an H100 or H200
+SMS = 132  # an H100 or H200 has
 CPU = ("fprop_onednn_s8", "fprop_onednn_u8")
 CUDA = [
     each for each in kernel_tables.instances() if each.family in kernel_tables.EXACT_INT8_FAMILIES
@@ -64,7 +64,7 @@ def layouts(p: Problem) -> tuple[str, ...]:
 
 
 def spec_of(p: Problem, instance: str, layout: str, out: str, which: str, *, of_image=False):
-    """The call with terms: "none", "whole", or as most layers "straight" or "residual"."""
+    """The call with the terms "none", "whole", or those of most layers ("straight", "residual")."""
     eight_bit = out in ("s8", "u8")
     whole, some = which == "whole", which != "none"
     return Int8Spec(
@@ -81,7 +81,7 @@ def spec_of(p: Problem, instance: str, layout: str, out: str, which: str, *, of_
 
 
 def chosen_of(platform: str, p: Problem, spec: Int8Spec, x_dtype: str):
-    """``select`` on the whole problem."""
+    """The result of ``select`` for the whole problem."""
     x = np.broadcast_to(np.int8(0), p.canonical_shape("x"))
     one = nchw32(x[:1, :1, :1]) if spec.layout == "nchw32" else x
     sizes = dataclasses.replace(spec.sizes(one.shape, (p.k, 0)), n=p.n)
@@ -89,7 +89,7 @@ def chosen_of(platform: str, p: Problem, spec: Int8Spec, x_dtype: str):
 
 
 def add_calls(forced: Forced, platform: str, p: Problem, specs: list[Int8Spec], x_dtype: str):
-    """The calls of a problem that the forced instance takes."""
+    """Adds the calls of a problem that the forced instance takes."""
     for spec in specs:
         chosen, key = chosen_of(platform, p, spec, x_dtype)
         if forced.takes(chosen, key):
@@ -114,7 +114,7 @@ def quantised_call(p: Problem, spec: Int8Spec, x_dtype: str, repro: str) -> Prep
 def test_exact_or_refused(platform_name, instance, x_dtype):
     forced = Forced(platform_name, instance)
     for number, p in enumerate([*INT8, *INT8_DEPTHWISE]):
-        # All types of results and both kinds of scales, over the problems.
+        # Over the problems, all result types and both kinds of scales.
         outs = [
             ("s32", "none", False),
             ("s8", "whole", number % 2 == 1),
@@ -131,22 +131,22 @@ def test_exact_or_refused(platform_name, instance, x_dtype):
 
 
 def tile(instance: str) -> tuple[int, int]:
-    """(tile_m, tile_n), with which a variant's name begins."""
+    """(tile_m, tile_n), the first numbers of the variant's name."""
     m, n = re.search(r"_(\d+)x(\d+)x\d+_", instance).groups()
     return int(m), int(n)
 
 
 def steady(instance: str) -> list[Problem]:
-    """At least three tiles a CTA, with tails; two tiles along n, or one that holds the filter."""
+    """At least three tiles a CTA, with tails; two tiles along n, or one if it holds the filter."""
     if "_depthwise_int8_" in instance:
         stride = 2 if instance.endswith("_stride2") else 1
         make = functools.partial(problem, n=14, c=272, k=272, groups=272, stride=stride)
-        extents = 35 * stride, 75 * stride  # twelve tiles at least, five of channels
+        extents = 35 * stride, 75 * stride  # at least twelve tiles; five tiles of channels
         return [make("3x3", extents, 3, padding=1), make("5x4", extents, (5, 4), padding=2)]
     if "_imma_few_channels_" in instance:
         stride = 2 if instance.endswith("_stride2") else 1
         make = functools.partial(problem, n=20, c=4, stride=stride)
-        extents = 60 * stride, 150 * stride  # 15 x 2 tiles an image and part
+        extents = 60 * stride, 150 * stride  # 15 x 2 tiles for each image and part
         return [
             make("3x3", extents, 3, k=72, padding=1),
             make("3x3_nchw32", (extents[0], extents[1] + 1), 3, k=96, padding=1),
@@ -171,7 +171,7 @@ def steady(instance: str) -> list[Problem]:
 @pytest.mark.gpu
 @pytest.mark.parametrize("each", CUDA, ids=[each.name for each in CUDA])
 def test_three_tiles_a_cta(each):
-    """Pipelines past their first tile, in both layouts."""
+    """Pipelines beyond their first tile, in both layouts."""
     forced = Forced("cuda", each.name)
     for p in steady(each.name):
         specs = [
@@ -186,7 +186,7 @@ def test_three_tiles_a_cta(each):
 
 @pytest.mark.gpu
 def test_every_problem_has_a_kernel():
-    """Nothing of 8 bits is left to XLA on a GPU."""
+    """On a GPU, no 8-bit problem is left to XLA."""
     without = []
     for p in INT8:
         for layout in layouts(p):

@@ -1,4 +1,4 @@
-"""NCHW32 and packed filters: every element in its place, and what is not accepted."""
+"""NCHW32 and packed filters: the position of every element, and refused arguments."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_unpack_undoes_pack(data_format, c):
 
 @pytest.mark.parametrize("spatial", [(7,), (6, 5), (3, 4, 5)])
 def test_arrays_with_the_channels_first(spatial):
-    """The same numbers, and no transpose between two layers."""
+    """Channels-first arrays give the same numbers, and no transpose between two layers."""
     x, w = images((2, *spatial, 32)), images((*[3] * len(spatial), 32, 32))
     scale = np.full(32, 1e-3, np.float32)
 
@@ -57,7 +57,7 @@ def test_arrays_with_the_channels_first(spatial):
     np.testing.assert_array_equal(jax.jit(first)(x), np.moveaxis(expected, -1, 1))
     text = jax.jit(first).lower(x).compile().as_text()
     moved = [line for line in text.splitlines() if " transpose(" in line and "s8[2," in line]
-    assert len(moved) <= 2, moved  # of x and of the result
+    assert len(moved) <= 2, moved  # those of x and of the result
 
 
 def test_a_packed_operand_is_no_array_with_the_channels_first():

@@ -1,6 +1,6 @@
-"""8-bit sums beyond 2^24, which float32 does not hold: exact by every path.
+"""8-bit sums beyond 2^24, which float32 does not represent exactly: exact on every path.
 
-On a CPU with VNNI kernels compute them, elsewhere XLA does; the first test says which.
+On a CPU with VNNI the kernels compute them, elsewhere XLA; the first test checks which.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from problems import Problem, problem
 import jaxconv
 from jaxconv import int8
 
-# Odd numbers of terms, so that sums of equal products are odd; taps beside padding on every axis,
-# padding wider than the filter, cropped rows, windows that reach over both sides of the input.
+# Odd numbers of terms, so that sums of equal products are odd. Taps meet padding on every axis,
+# padding is wider than the filter, rows are cropped, windows reach beyond both sides of the input.
 PROBLEMS = [
     problem("pixel", 1, 1, n=1, c=1201, k=32),
     problem("pointwise", (7, 5), 1, c=1401, k=24),
@@ -44,7 +44,7 @@ X_DTYPES = {"s8": np.int8, "u8": np.uint8}
 
 
 def extreme(p: Problem, x_dtype, kind: str) -> tuple[np.ndarray, np.ndarray]:
-    """Operands whose sums are the largest, and odd, or of random signs."""
+    """Operands with the largest sums, which are odd, or with random signs."""
     rng = np.random.default_rng(0)
     limits = np.iinfo(x_dtype)
     x = np.full(p.canonical_shape("x"), limits.max, x_dtype)
@@ -131,7 +131,7 @@ def test_requantised_sums(platform, name, out):
     p = next(p for p in PROBLEMS if p.name == name)
     x, w = extreme(p, np.int8, "signs")
     given = terms(p, out)
-    # The last bits of a sum decide results between the extremes.
+    # The scale is so small that results between the extremes depend on the last bits of a sum.
     given["scale"] = np.full(p.k, 1.7e-6 if np.dtype(out).kind != "f" else 1.0, np.float32)
     expected = requantized(sums(p, x, w), out, activation="relu", **given)
     assert len(np.unique(expected)) > 10
@@ -140,7 +140,7 @@ def test_requantised_sums(platform, name, out):
 
 
 def test_independent_convolutions(platform):
-    """Filters of their own, whose terms are kept apart."""
+    """Each convolution has its own filter and its own terms."""
     p = problem("mapped", (5, 6), 3, n=1, c=201, k=16, padding=1)
     x, w = extreme(p, np.int8, "signs")
     xs, ws = np.stack([x, -x - 1, x]), np.stack([w, w, -w])

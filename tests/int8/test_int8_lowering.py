@@ -1,4 +1,4 @@
-"""What quantised convolutions become: one call each, nothing between layers, and why if not."""
+"""Quantised convolutions are lowered to one call each, with nothing between layers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SCALE = terms(P, np.int8)["scale"]
 
 @pytest.fixture
 def cuda_target(monkeypatch):
-    """Lowering for a Hopper GPU, with or without one, where the CUDA kernels are built."""
+    """Lowers for a Hopper GPU, present or not, if the CUDA kernels are built."""
     kernels = native.load("cuda")
     if isinstance(kernels, native.Refusal):
         pytest.skip(f"no CUDA kernels: {kernels.reason}")
@@ -70,7 +70,7 @@ def test_a_compiled_chain_of_layers_has_no_conversions(layout):
 
 @pytest.mark.optimized
 def test_a_chain_on_the_cpu_converts_at_its_ends_only(native_cpu):
-    """The CPU kernels read NHWC; XLA cancels the conversions between layers."""
+    """CPU kernels read NHWC; XLA cancels the conversions between layers."""
     operands = chain_operands("NCHW32")
     with jax.default_device(jax.devices("cpu")[0]):
         compiled = jax.jit(chain).lower(*operands).compile()
@@ -224,7 +224,7 @@ def general(p, function, x, w, **options):
 @pytest.mark.parametrize("preferred", [np.int32, np.float32, None], ids=["s32", "f32", "s8"])
 @pytest.mark.parametrize("p", LAX, ids=[p.name for p in LAX])
 def test_lax_convolutions_of_int8(platform, p, preferred, way):
-    """Sums, sums as float32, and the wrapping int8 that lax gives without a preferred type."""
+    """int32 sums, sums as float32, and the wrapping int8 of lax without a preferred type."""
     x, w = operands(p, np.int8)
     expected = requantized(sums(p, x, w), preferred or np.int8)
     ours = way == "jaxconv"
@@ -276,7 +276,7 @@ def test_vmap_of_int8(platform, mapped):
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.int16, np.int32])
 def test_other_integers(platform, dtype):
-    """No kernel takes them; XLA:GPU has matrix products of them."""
+    """No kernel takes these; on a GPU XLA computes them as matrix products."""
     p = problem("p", (6, 5), 3, c=8, k=12, padding=1)
     x, w = (np.abs(a.astype(np.int32)).astype(dtype) for a in operands(p, np.int8))
     expected = sums(p, x, w)
@@ -286,7 +286,7 @@ def test_other_integers(platform, dtype):
 
 
 def test_int8_of_lax_is_packed_on_a_gpu(cuda_target):
-    """Odd channels are padded in the program; the call is the one of int8.conv."""
+    """The program pads odd channels and makes the same call as int8.conv."""
     for p, c, k in ((LAX[0], 32, 64), (LAX[1], 32, 32), (LAX[2], 4, 32)):
         x, w = operands(p, np.int8)
         call = functools.partial(
@@ -300,7 +300,7 @@ def test_int8_of_lax_is_packed_on_a_gpu(cuda_target):
 
 
 def test_auto_takes_the_depthwise_kernel_on_a_gpu(cuda_target):
-    """In int8.conv's form, and in lax's with int32 sums and with int8 that wraps."""
+    """For int8.conv, and for lax's convolution with int32 sums or with wrapping int8."""
     for name in ("depthwise", "odd_depthwise"):
         p = next(p for p in LAX if p.name == name)
         x, w = operands(p, np.int8)
@@ -322,7 +322,7 @@ def test_auto_takes_the_depthwise_kernel_on_a_gpu(cuda_target):
 
 
 def test_what_no_kernel_takes_is_a_matrix_product_on_a_gpu(cuda_target):
-    """XLA:GPU compiles no convolution of integers: none must be left in the program."""
+    """XLA:GPU compiles no integer convolution, so none may be left in the program."""
     for name in ("narrow_groups", "depth_multiplier"):
         p = next(p for p in LAX if p.name == name)
         x, w = operands(p, np.int8)
@@ -348,7 +348,7 @@ def test_a_forced_kernel_that_refuses_says_why(platform, native_kernels):
 @pytest.mark.parametrize("padded", [False, True], ids=["as it is", "padded"])
 @pytest.mark.parametrize("p", LAX, ids=[p.name for p in LAX])
 def test_the_plan_computes_fprop_and_dgrad(p, padded):
-    """What is done around the call on a GPU, with a call for the CPU."""
+    """The operations around the call on a GPU, checked with a call for the CPU."""
     import dataclasses
 
     from numerics import reference
@@ -380,7 +380,7 @@ def test_the_plan_computes_fprop_and_dgrad(p, padded):
 
 
 def test_qwix_runs_its_convolutions_on_our_kernels(platform, native_kernels):
-    """Its quantised convolution is lax's of int8 with sums of int32, rescaled by channel."""
+    """Qwix calls lax's int8 convolution with int32 sums, and rescales by channel."""
     qwix = pytest.importorskip("qwix", reason="qwix is not installed")
     p = problem("p", (8, 7), 3, c=24, k=40)
     rng = np.random.default_rng(0)
@@ -393,7 +393,7 @@ def test_qwix_runs_its_convolutions_on_our_kernels(platform, native_kernels):
         )
 
     with jax.default_device(jax.devices("cpu")[0]):
-        # Devices divide with other roundings, so that one of them quantises for both.
+        # Devices round divisions differently, so one of them quantises for both.
         quantised = (
             qwix.quantize(x, "int8", channelwise_axes=[0]),
             qwix.quantize(w, "int8", channelwise_axes=[3]),
@@ -403,7 +403,7 @@ def test_qwix_runs_its_convolutions_on_our_kernels(platform, native_kernels):
         actual = jax.jit(call)(*quantised)
         (convolution,) = jaxconv.explain(call, *quantised).convolutions
     assert convolution.instance in native_kernels.kernels()
-    np.testing.assert_allclose(actual, expected, rtol=1e-6)  # of the float32 scales around it
+    np.testing.assert_allclose(actual, expected, rtol=1e-6)  # rounding of the float32 scales
     exact = jax.lax.conv_general_dilated(
         x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"), precision="highest"
     )

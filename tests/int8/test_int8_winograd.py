@@ -1,6 +1,6 @@
-"""``jaxconv.int8.conv`` by Winograd: exact where nothing is rounded, elsewhere as stated.
+"""``jaxconv.int8.conv`` by Winograd: exact if nothing is rounded, otherwise the stated error.
 
-On a GPU every instance of the family ``winograd_int8`` is compared with the form in JAX.
+On a GPU every instance of the family ``winograd_int8`` is compared with the implementation in JAX.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ PROBLEMS = [
     problem("cropped", (13, 18), 3, n=1, c=33, k=64, padding=((2, -1), (1, 3))),
     problem("one_row_of_tiles", (3, 25), 3, n=1, c=32, k=32, padding=((0, 2), (5, 1))),
 ]
-# Channels in multiples of 32; also many CTAs, and rows longer than a CTA of the 4x4 tile.
+# Channels in multiples of 32; also many CTAs, and rows longer than a CTA of the 4x4 tile takes.
 ON_A_GPU = [
     problem("tails", (9, 7), 3, n=2, c=64, k=96, padding=1),
     problem("cropped", (13, 18), 3, n=1, c=32, k=64, padding=((2, -1), (1, 3))),
@@ -54,7 +54,7 @@ def sparse_operands(p) -> tuple[np.ndarray, np.ndarray]:
 
 
 def deviation(actual, exact: np.ndarray) -> float:
-    """The root mean square of the error, over the standard deviation of what is right."""
+    """The root mean square error over the standard deviation of the exact result."""
     difference = np.asarray(actual, np.float64) - exact
     return float(np.sqrt(np.mean(difference**2)) / np.std(exact.astype(np.float64)))
 
@@ -155,7 +155,7 @@ def test_the_error_is_as_stated(algorithm):
 
 @pytest.mark.parametrize("algorithm", TILES)
 def test_an_image_is_computed_by_itself(algorithm):
-    """Neither its neighbours in the batch nor another filter's channels change a result."""
+    """A result depends neither on other images of the batch nor on other output channels."""
     p = PROBLEMS[0]
     x, w = operands(p, np.dtype(np.int8))
 
@@ -239,7 +239,7 @@ def select(name: str, p):
 @pytest.mark.gpu
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda each: each.name)
 def test_a_kernel_is_the_form_in_jax(kernel):
-    """Bit for bit of small operands; of any, up to what a compiler may contract."""
+    """Bit for bit on small operands; otherwise up to contractions that compilers may do."""
     tile = kernel.variant[:3]
     for p in ON_A_GPU:
         spec, chosen = select(kernel.name, p)

@@ -1,4 +1,4 @@
-"""jaxconv.int8's quantisation: scales, folded batch norm, calibration, fake quantisation."""
+"""Quantisation in jaxconv.int8: scales, folded batch norm, calibration, fake quantisation."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def normal(*shape: int) -> np.ndarray:
 
 
 def conv(x, w, **options):
-    """lax's convolution, channels-last, in true float32."""
+    """lax's convolution, channels-last, in full float32 precision."""
     rank = x.ndim - 2
     axes = "DHW"[3 - rank :]
     stride = options.get("stride", 1)
@@ -54,7 +54,7 @@ def test_quantize_rounds_half_to_even_and_clips(platform):
 
 def test_a_scale_on_the_host_gives_the_same_on_every_platform(platform):
     x, scale = normal(1000) * 40, np.float32(0.3)
-    # Computed by NumPy: one division and one product, each rounded once.
+    # In NumPy: one division and one product, each rounded once.
     expected = np.clip(np.round(x * (np.float32(1) / scale)), -127, 127)
     np.testing.assert_array_equal(jax.jit(lambda x: int8.quantize(x, scale))(x), expected)
 
@@ -78,7 +78,7 @@ def test_max_scale_makes_the_greatest_magnitude_127():
     np.testing.assert_allclose(int8.max_scale(x, (0, 1)), np.abs(x).max((0, 1)) / 127, rtol=1e-6)
     assert np.abs(int8.quantize(x, int8.max_scale(x))).max() == 127
     assert int8.max_scale(np.zeros(3, np.float32)) == 1
-    assert int8.max_scale(np.full(3, 1e-45, np.float32)) == 1  # its reciprocal is no number
+    assert int8.max_scale(np.full(3, 1e-45, np.float32)) == 1  # its reciprocal overflows
     assert np.isnan(int8.max_scale(np.float32([1, np.nan])))
 
 
@@ -104,7 +104,7 @@ def test_weights_have_a_scale_for_each_output_channel():
 @pytest.mark.parametrize("with_bias", [False, True])
 def test_a_folded_batch_norm_computes_the_same(with_bias):
     x, w = normal(2, 6, 6, 4), normal(3, 3, 4, 8)
-    gamma, beta, mean, bias = normal(4, 8)  # gammas of both signs
+    gamma, beta, mean, bias = normal(4, 8)  # gamma has both signs
     var = np.abs(normal(8)) + 0.1
     bias = bias if with_bias else None
     folded, folded_bias = int8.fold_batch_norm(w, gamma, beta, mean, var, 1e-3, bias)
@@ -142,7 +142,7 @@ def test_calibration_finds_a_percentile_of_all_elements(percentile, platform):
     magnitudes = np.abs(np.concatenate(batches))
     expected = np.percentile(magnitudes, percentile, method="inverted_cdf")
     assert expected * (1 - 1e-6) <= found <= expected * 1.004
-    # Batches only split the elements up.
+    # The result does not depend on the division into batches.
     again = int8.calibrate(network, [np.concatenate(batches)], percentile=percentile)["x"] * 127
     assert again == found
 
@@ -194,7 +194,7 @@ def test_a_quantised_layer_is_as_close_as_its_steps(name, layout, platform):
     image = int8.pack(q) if layout == "NCHW32" and not few else q
     y = int8.conv(image, *layer, **window, activation="relu", data_format=data_format)
     y = int8.unpack(y) if layout == "NCHW32" else y
-    # Rounded: x and w to 1 / 254 of their greatest, in every product; y once.
+    # Rounding errors: of x and w 1 / 254 of their maximum, in every product; of y once.
     terms = np.prod(w_shape[:-1]) ** 0.5
     products = np.abs(x).max() * np.abs(w).max() / 254
     error = np.abs(int8.dequantize(y, y_scale) - expected).max()
@@ -257,7 +257,7 @@ def test_the_gradient_of_fake_quantize_passes_straight_through():
     scale = np.float32(1)
     gradient = jax.grad(lambda x: jnp.sum(int8.fake_quantize(x, scale) * jnp.arange(1.0, 8)))
     np.testing.assert_array_equal(gradient(x), [1, 2, 3, 4, 0, 6, 0])
-    # The scale's gradient: the rounding error in steps inside the range, the limit outside.
+    # The scale's gradient is the rounding error in steps inside the range, and the limit outside.
     of_scale = jax.vmap(jax.grad(int8.fake_quantize, argnums=1), (0, None))(x, scale)
     np.testing.assert_allclose(of_scale, [-0.3, -0.4, 0.1, -0.1, 127, 0, -127], atol=1e-5)
     _, tangent = jax.jvp(lambda x: int8.fake_quantize(x, scale), (x,), (np.ones_like(x),))
@@ -265,9 +265,9 @@ def test_the_gradient_of_fake_quantize_passes_straight_through():
 
 
 def sums_of(x, w, x_scale, w_scale, **options):
-    """The integer convolution of the quantised operands, exactly, and times both scales."""
+    """The exact integer convolution of the quantised operands, times both scales."""
     x, w = (np.asarray(int8.quantize(a, s), np.float32) for a, s in ((x, x_scale), (w, w_scale)))
-    with jax.default_device(jax.devices("cpu")[0]):  # direct: on a GPU it might be Winograd's
+    with jax.default_device(jax.devices("cpu")[0]):  # on a GPU cuDNN might use Winograd
         sums = conv(x, w, **options)  # below 2^24: exact
     return np.asarray(sums) * (np.float32(x_scale) * np.asarray(w_scale, np.float32))
 
@@ -290,7 +290,7 @@ def test_fake_quant_conv_runs_the_integer_convolution(name, platform):
 def test_the_gradient_of_fake_quant_conv_is_that_of_what_it_multiplies(name, platform):
     x_shape, w_shape, options = LAYERS[name]
     x, w = normal(*x_shape), normal(*w_shape)
-    x_scale = np.float32(np.abs(x).max() / 127 * 0.5)  # clips some
+    x_scale = np.float32(np.abs(x).max() / 127 * 0.5)  # clips some values
     y_bar = normal(*np.shape(conv(x, w, **options)))
 
     def loss(convolve):
@@ -319,7 +319,7 @@ def test_fake_quant_conv_differentiates_given_scales_only():
     x_scale = int8.max_scale(x) * 0.7
     by_x = jax.grad(loss)(x)
     given = jax.grad(loss)(x, int8.max_scale(x), w_scale)
-    np.testing.assert_allclose(by_x, given, rtol=1e-5, atol=1e-6)  # none through the maximum
+    np.testing.assert_allclose(by_x, given, rtol=1e-5, atol=1e-6)  # no gradient through the maximum
     of_x, of_w = jax.grad(loss, (1, 2))(x, x_scale, w_scale)
     assert of_x.shape == () and of_w.shape == (32,)
     assert np.isfinite(of_x) and np.isfinite(of_w).all() and of_x != 0
@@ -344,7 +344,7 @@ def test_vmap_of_fake_quant_conv_is_a_loop(mapped, platform):
         return jnp.sum(jnp.tanh(int8.fake_quant_conv(x, w, 0.02)))
 
     step = jax.value_and_grad(loss, (0, 1))
-    # At DEFAULT the gradients of a batch and of one example may differ in TF32's rounding.
+    # With TF32 the gradients of a batch and of single examples may round differently.
     with jax.default_matmul_precision("highest"):
         found = jax.jit(jax.vmap(step, mapped))(x, w)
         ones = [
@@ -409,10 +409,10 @@ def test_fake_quant_conv_refuses_what_does_not_fit(error, message, change):
 
 
 def test_resnet50_in_int8_is_close_to_the_float_network(monkeypatch, platform):
-    monkeypatch.setattr(resnet50, "STAGES", ((2, 1), (1, 2)))  # with and without a shortcut
+    monkeypatch.setattr(resnet50, "STAGES", ((2, 1), (1, 2)))  # with and without a projection
     net, shape = NETWORKS["resnet50"], (2, 32, 32, 3)
     state = programs.initial_state(net, jax.ShapeDtypeStruct(shape, jnp.float32))
-    # Running statistics as a trained network has them, unlike the initial 0 and 1.
+    # Running statistics as after training, different from the initial 0 and 1.
     running = [
         (np.abs(s + 0.3 * normal(*s.shape)) + 0.1) if i % 2 else 0.3 * normal(*s.shape)
         for i, s in enumerate(state.statistics)

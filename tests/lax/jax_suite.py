@@ -3,10 +3,10 @@
     python tests/lax/jax_suite.py --source PATH --cases 100
 
 PATH is a checkout of JAX at the tag of the installed release (``git clone --depth 1 --branch
-jax-v0.10.2 https://github.com/jax-ml/jax``). Its tests are run as they are, those with "Conv" in
-their names, after ``jaxconv.install(algorithm="native")``; the last lines count, by dtype, how many
-of the convolutions that they lowered took our kernels. Exits with 1 where a test fails or the share
-is too small.
+jax-v0.10.2 https://github.com/jax-ml/jax``). The unchanged tests with "Conv" in their names run
+after ``jaxconv.install(algorithm="native")``. The last lines count, by dtype, how many of the
+lowered convolutions took this library's kernels. Exit status 1: a test fails, or the share is too
+small.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ import sys
 
 FILES = ("lax_test.py", "lax_autodiff_test.py", "lax_vmap_test.py")
 EMPTY = "a tensor has no elements"
-COUNTED = ("f32", "bf16", "f16")  # the dtypes of which SHARE must take our kernels
+COUNTED = ("f32", "bf16", "f16")  # in these dtypes SHARE of the convolutions must take kernels
 SHARE = 0.8
 
 
 class Counter:
-    """A pytest plugin: installs the library, records every convolution that the tests lower."""
+    """A pytest plugin that installs the library and records every lowered convolution."""
 
     def __init__(self):
         self.found: list = []
@@ -44,13 +44,13 @@ class Counter:
         self._stack.close()
 
     def report(self) -> bool:
-        """Prints the counts; True where the share is large enough."""
+        """Prints the counts; returns whether the share is large enough."""
         ours, total = collections.Counter(), collections.Counter()
         reasons = collections.Counter()
         empty = 0
         for c in self.found:
             if any(reason == EMPTY for _, reason in c.refusals):
-                empty += 1  # a constant: no kernel could run
+                empty += 1  # the result is constant, so no kernel runs
                 continue
             dtype = c.operands[0].split("[")[0]
             total[dtype] += 1
@@ -79,7 +79,7 @@ def run_file(path: str, selection: str) -> int:
 
 
 def main() -> int:
-    """Runs every file in a process of its own: each reads its configuration when imported."""
+    """Runs every file in a separate process, because each reads its configuration when imported."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--source", required=True, help="a checkout of JAX")
     parser.add_argument("--cases", type=int, default=100, help="generated cases a test")

@@ -1,9 +1,8 @@
-"""Layers of other libraries on our kernels: through their hooks, and under install and override.
+"""Layers of other libraries on this library's kernels: by hooks, ``install`` and ``override``.
 
-Every test compares a layer's output and gradients, in its parameters and its input, with what it
-computes without jaxconv, and asks ``explain`` whether our kernels computed the convolutions,
-because a hook that fell back to XLA would pass a comparison of numbers. Libraries that are not
-installed are skipped.
+Every test compares a layer's output and gradients, by its parameters and its input, with those
+without jaxconv, and asks ``explain`` whether kernels computed the convolutions, because a hook that
+falls back to XLA would pass a comparison of numbers. Libraries that are not installed are skipped.
 """
 
 from __future__ import annotations
@@ -25,16 +24,16 @@ HOOK = {"conv_general_dilated": jaxconv.conv_general_dilated}
 OPS = ["dgrad", "fprop", "wgrad"]
 
 # Relative to the largest element. Both sides add the same products in float32 in different orders.
-# The longest sums here have 1440 terms (wgrad of 6 images of 12 x 20), and two orderings of T
-# random terms differ by about sqrt(T) * 2**-24 of the sum's own size, 2e-6. In bfloat16 both sides
-# round such sums once to 8 bits: neighbouring results differ by one unit, at most 2**-7.
+# The longest sums here have 1440 terms (wgrad of 6 images of 12 x 20), and two orders of T random
+# terms differ by about sqrt(T) * 2**-24 of the sum's own size, 2e-6. In bfloat16 both sides round
+# such sums once to 8 bits: neighbouring results differ by one unit, at most 2**-7.
 TOLERANCE = {"float32": 1e-5, "bfloat16": 2**-7}
 
 pytestmark = pytest.mark.usefixtures("native_kernels")
 
 
 def library(name: str):
-    """The module, or a skipped test where it is not installed."""
+    """The module; skips the test if it is not installed."""
     try:
         return importlib.import_module(name)
     except ImportError as error:
@@ -43,7 +42,7 @@ def library(name: str):
 
 @pytest.fixture(autouse=True)
 def float32_arithmetic(platform):
-    """On a GPU, default precision may mean TF32; the comparison is of float32 sums."""
+    """On a GPU the default precision may be TF32; tests compare float32 sums."""
     with jax.default_matmul_precision("highest"):
         yield
 
@@ -62,14 +61,14 @@ def draw(*shape: int, seed: int = 0) -> np.ndarray:
 
 
 def filled(shapes):
-    """Random parameters of these shapes; a library's own would have biases of zero."""
+    """Random parameters of these shapes, because libraries initialise biases with zero."""
     leaves, tree = jax.tree.flatten(shapes)
     drawn = [draw(*leaf.shape, seed=i).astype(leaf.dtype) for i, leaf in enumerate(leaves, 2)]
     return jax.tree.unflatten(tree, drawn)
 
 
 def value_and_gradients(apply):
-    """The function (parameters, x) -> output of ``apply``, and both gradients of a functional."""
+    """A function of (parameters, x): ``apply``'s output, and both gradients of a functional."""
 
     def evaluate(parameters, x):
         y, pullback = jax.vjp(apply, parameters, x)
@@ -79,10 +78,11 @@ def value_and_gradients(apply):
 
 
 def assert_same(ours, lax, parameters, x) -> None:
-    """Output and gradients of two functions agree; lax's run without jaxconv.
+    """Compares output and gradients of two functions; lax's runs without jaxconv.
 
-    On the CPU, which has every convolution; in bfloat16 on the same device, since a layer's other
-    sums, of a bias' gradient say, are rounded as the device likes.
+    lax's side runs on the CPU, which has every convolution. In bfloat16 both sides run on the same
+    device, because other sums of a layer, for example of a bias' gradient, round differently on
+    each device.
     """
     actual = jax.jit(value_and_gradients(ours))(parameters, x)
     narrow = actual[0].dtype == jnp.bfloat16
@@ -103,14 +103,14 @@ def assert_same(ours, lax, parameters, x) -> None:
 
 
 def assert_on_kernels(apply, parameters, x, ops=OPS):
-    """Every convolution of the gradients takes a kernel, as these operations of one problem."""
+    """Checks that kernels compute each convolution of the gradients, as ``ops`` of one problem."""
     explanation = jaxconv.explain(value_and_gradients(apply), parameters, x)
     found = explanation.convolutions
     assert sorted(c.op for c in found) == ops, f"\n{explanation}"
     assert explanation.on_kernels == len(ops), f"\n{explanation}"
     assert all(c.instance.startswith(f"{c.op}_") for c in found)
-    # One problem's three operations do the same arithmetic. More of it means that the zeros of a
-    # dilated array, or the pixels of an image taken for a filter, are multiplied.
+    # The three operations of a problem have the same number of FLOP. More FLOP would mean products
+    # with the zeros of a dilated array, or with an image's pixels taken for a filter.
     assert len({c.flops for c in found}) == 1, f"\n{explanation}"
     return explanation
 
@@ -147,14 +147,14 @@ FEATURES = 8
 
 
 def of_mask(arguments: dict, kernel_shape: tuple[int, ...]) -> dict:
-    """The arguments, their mask broadcast to the filter's shape."""
+    """The arguments with their mask broadcast to the filter's shape."""
     if "mask" not in arguments:
         return arguments
     return {**arguments, "mask": np.broadcast_to(arguments["mask"], kernel_shape)}
 
 
 def linen_layer(kind: str, arguments: dict, x: np.ndarray):
-    """A layer's function of (parameters, x), and its parameters."""
+    """A layer as a function of (parameters, x), and its parameters."""
     linen = library("flax.linen")
     kernel_shape = (*arguments["kernel_size"], x.shape[-1], FEATURES)
     layer = getattr(linen, kind)(FEATURES, **of_mask(arguments, kernel_shape))
@@ -218,7 +218,7 @@ def test_a_sharding_of_none_is_the_default():
 
 
 def test_linen_conv_local_given_our_convolution():
-    """The layer asks its hook for the output's shape only; the convolution itself is lax's."""
+    """The layer calls its hook only for the output's shape; lax computes the convolution."""
     x = draw(*X2)
     arguments = {"kernel_size": (3, 3), "strides": (2, 1)}
     ours, parameters = linen_layer("ConvLocal", {**arguments, **HOOK}, x)
@@ -272,7 +272,7 @@ def test_nnx_conv_transpose_overridden(name):
 
 @pytest.mark.parametrize("name", FLAX_CONVS)
 def test_linen_conv_installed(name, installed):
-    """Without the hook; nnx's layer makes the same call of lax."""
+    """Without the hook. The nnx layer makes the same call of lax."""
     arguments, shape = FLAX_CONVS[name]
     x = draw(*shape)
     apply, parameters = linen_layer("Conv", arguments, x)
@@ -327,13 +327,13 @@ def equinox_layer(kind: str, arguments: dict):
 
 
 def batch_n_and_groups(convolution) -> tuple[int, ...]:
-    """What a problem's line says after its dtypes and precision; a batch is of problems."""
+    """The part of a problem key after its dtypes and precision; a batch is of problems."""
     return tuple(map(int, re.search(r" b(\d+) n(\d+) g(\d+) ", convolution.problem).groups()))
 
 
 @pytest.mark.parametrize("name", EQUINOX)
 def test_equinox_layer_installed(name, installed):
-    """The layer takes one example; vmap makes it a batch."""
+    """The layer takes one example; vmap adds the batch."""
     kind, arguments, shape = EQUINOX[name]
     one, parameters = equinox_layer(kind, arguments)
     apply = jax.vmap(one, (None, 0))
@@ -357,7 +357,7 @@ def test_equinox_layer_on_one_example(name, installed):
 
 @pytest.mark.parametrize("name", ["conv2d", "conv2d_strided", "conv2d_grouped"])
 def test_an_ensemble_of_equinox_layers_is_one_batched_call(name, installed):
-    """Filters and inputs both mapped: independent convolutions, not feature groups."""
+    """Filters and inputs are mapped: independent convolutions, not feature groups."""
     kind, arguments, shape = EQUINOX[name]
     one, parameters = equinox_layer(kind, arguments)
     members = jax.tree.map(lambda a: np.stack([a, -a, 2 * a]), parameters)
@@ -367,7 +367,7 @@ def test_an_ensemble_of_equinox_layers_is_one_batched_call(name, installed):
     explanation = assert_on_kernels(apply, members, x)
     for convolution in explanation.convolutions:
         batch, n, groups = batch_n_and_groups(convolution)
-        # Where the layer has groups, three times as many groups are the same arithmetic.
+        # If the layer has groups, three times as many groups compute the same.
         assert batch == 3 or "groups" in arguments, convolution.problem
         assert (n, batch * groups) == (6, 3 * arguments.get("groups", 1)), convolution.problem
 
@@ -479,7 +479,7 @@ def test_patches_installed(installed):
 
 
 def test_a_compiled_layer_follows_the_setting_it_is_called_under():
-    """One jitted function serves both, for the setting is part of its cache's key."""
+    """One jitted function works for both, because the setting is part of the cache's key."""
     x = draw(*X2)
     apply, parameters = linen_layer("Conv", {"kernel_size": (3, 3)}, x)
     step = jax.jit(apply)

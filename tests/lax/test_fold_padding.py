@@ -1,4 +1,4 @@
-"""Zero padding by hand as part of convolutions, under ``override`` and in ``fuse``."""
+"""Explicit zero padding becomes part of convolutions, under ``override`` and in ``fuse``."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def integers(seed: int, *shapes, dtype=np.float32) -> list[np.ndarray]:
 
 
 def pad(x, *sides, value=0.0):
-    """``lax.pad`` of the axes from the second on."""
+    """``lax.pad`` on all axes but the first."""
     config = [(0, 0, 0), *((*pair, 0) for pair in sides)]
     config += [(0, 0, 0)] * (x.ndim - len(config))
     return lax.pad(x, np.array(value, x.dtype), config)
@@ -51,14 +51,14 @@ def way(request):
 
 
 def pads(f, *arguments) -> int:
-    """The pads and crops of a program as it is lowered, but for those that change nothing."""
+    """The number of pads and crops in the lowered program, except those that change nothing."""
     text = jax.jit(lambda *arguments: f(*arguments)).lower(*arguments).as_text()
     found = re.findall(r"stablehlo.pad .*low = \[(.*?)\], high = \[(.*?)\]", text)
     return sum(any(int(n) for n in f"{lo}, {hi}".split(", ")) for lo, hi in found)
 
 
 def check(found, f, *arguments, left: int = 0) -> None:
-    """A program that is ``f`` has so many pads left, and the results of ``f`` in lax."""
+    """The program ``found`` has ``left`` pads, and the results of ``f`` in lax."""
     count = pads(found, *arguments)
     assert count == left
     expected, actual = on_cpu(f, *arguments), jax.jit(lambda *a: found(*a))(*arguments)
@@ -135,12 +135,12 @@ FOLDED = {
 }
 
 
-# Programs of which a gradient keeps the padded array from one function to another.
+# Programs whose gradient passes the padded array from one function to another.
 BETWEEN_FUNCTIONS = ("in a loop", "in a branch", "in a function")
 
 
 def seen_by(way) -> list[str]:
-    """The programs that a way sees: ``fuse`` skips those without a convolution that it fuses."""
+    """The programs that a way rewrites: ``fuse`` skips those without a convolution to fuse."""
     return [name for name in FOLDED if way != "fuse" or name != "with an epilogue"]
 
 
@@ -151,9 +151,9 @@ def test_a_pad_is_the_convolution_s(way, name):
 
 @pytest.mark.parametrize(("way", "name"), [(way, n) for way in WAYS for n in seen_by(way)])
 def test_so_is_the_crop_of_its_gradient(way, name):
-    """The data gradient computes x's part alone, and the weight gradient reads x."""
+    """The data gradient computes only the part of x, and the weight gradient reads x."""
     f = with_gradients(FOLDED[name])
-    left = int(name in BETWEEN_FUNCTIONS and way != "fuse")  # which differentiates what it folded
+    left = int(name in BETWEEN_FUNCTIONS and way != "fuse")  # fuse folds before differentiating
     check(WAYS[way](f), f, *integers(2, X, W), left=left)
 
 
@@ -166,7 +166,7 @@ def test_gradients_of_a_fused_function(name):
 @pytest.mark.parametrize("mapped", [(0, None), (None, 0), (0, 0), (3, None)])
 @pytest.mark.parametrize("gradients", [False, True])
 def test_under_vmap(way, mapped, gradients):
-    """vmap merges its axis with others between the pad and the convolution."""
+    """vmap merges its axis with others, between the pad and the convolution."""
     x, w = integers(4, X, W)
     x, w = (
         a if at is None else np.stack([a, a + 1], at) for a, at in zip((x, w), mapped, strict=True)
@@ -231,7 +231,7 @@ def test_the_problem_of_the_kernel(native_cpu):
 
 
 def test_devices_of_a_mesh(mesh):
-    """Padded by hand, 18 rows do not lie evenly on eight devices; x's 16 do."""
+    """18 padded rows cannot be split evenly over eight devices; the 16 rows of x can."""
     from jax.sharding import NamedSharding, PartitionSpec
 
     x, w = integers(11, (2, 16, 9, 4), W)
@@ -326,7 +326,7 @@ def test_a_pad_that_stays(way, name):
 
 
 def test_nothing_is_folded_where_nothing_is_asked_for():
-    """The program's text is lax's own without ``install``, also once the rules are in place."""
+    """Without ``install`` the program is lax's own, even after the rules were registered."""
     x, w = integers(14, X, W)
     f = with_gradients(FOLDED["Keras's ZeroPadding2D"])
     before = jax.jit(lambda *a: f(*a)).lower(x, w).as_text()
@@ -354,7 +354,7 @@ def test_install_folds_too():
 
 
 def random_program(rng):
-    """A pad and a convolution at random, the same without a convolution's padding, and operands."""
+    """A random pad and convolution, the same without ``padding``, and operands."""
     window, dilation, lhs_dilation = rng.integers((1, 1, 1), (4, 3, 3), (2, 3)).T
     x, w = integers(int(rng.integers(1000)), (2, 7, 6, 2), (*window, 2, 2))
     least = -(rng.random() < 0.1)
@@ -366,7 +366,7 @@ def random_program(rng):
         rest = (lhs_dilation, dilation, NHWC)
         return lax.conv_general_dilated(pad(x, *sides), w, strides, padding, *rest)
 
-    def by_hand(x, w):  # where a convolution crops with a stride, XLA:CPU is wrong
+    def by_hand(x, w):  # XLA:CPU is wrong if a strided convolution crops
         inner = [(lo, hi, step - 1) for (lo, hi), step in zip(padding, lhs_dilation, strict=True)]
         x = lax.pad(pad(x, *sides), np.float32(0), [(0, 0, 0), *inner, (0, 0, 0)])
         return lax.conv_general_dilated(x, w, strides, "VALID", None, dilation, NHWC)
@@ -376,7 +376,7 @@ def random_program(rng):
 
 @pytest.mark.parametrize("seed", [1, 2])
 def test_random_programs(way, seed):
-    """Whatever is folded, the results are those of the program."""
+    """Whatever is folded, the results stay the same."""
     rng = np.random.default_rng(seed)
     folded = 0
     for _ in range(10):

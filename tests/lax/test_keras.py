@@ -1,4 +1,4 @@
-"""Keras with the JAX backend: docs/fusing.md's recipe for ``fit``, ``evaluate``, ``predict``."""
+"""Keras with the JAX backend: the recipe in docs/fusing.md for fit, evaluate and predict."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def keras():
     with jax.default_device(jax.devices("cpu")[0]):
         try:
             import keras
-        except ImportError as error:  # also where Keras has no JAX backend
+        except ImportError as error:  # also raised if Keras has no JAX backend
             pytest.skip(f"keras cannot be imported: {error}")
         if keras.backend.backend() != "jax":
             pytest.skip(f"Keras's backend is {keras.backend.backend()}")

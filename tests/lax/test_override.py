@@ -1,4 +1,4 @@
-"""``install``, ``uninstall`` and ``override``: lax's convolutions on our kernels."""
+"""``install``, ``uninstall`` and ``override``: lax's convolutions on this library's kernels."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def same(x, w, numbers=LAST, stride=1, **parameters):
 
 # --- canonical forms ------------------------------------------------------------------------------
 
-# Shapes of lhs and rhs, and parameters, of convolutions as users and lax's gradient rules write.
+# Shapes of lhs and rhs, and parameters, of convolutions in programs and in lax's gradient rules.
 FORMS = {
     "forward": ((2, 7, 6, 4), (3, 2, 4, 5), dict(dimension_numbers=LAST)),
     "channels first": ((2, 4, 7, 6), (5, 4, 3, 2), dict(dimension_numbers=FIRST)),
@@ -153,7 +153,7 @@ def test_overridden_convolution_and_gradients_are_lax_s(platform, name):
 
 
 def forms(f, *arguments) -> list[str]:
-    """For every convolution of ``f`` after lowering: the operation, and what identifies it."""
+    """For every convolution of ``f`` after lowering: its operation, and its distinctive sizes."""
     with jaxconv.override():
         convolutions = jaxconv.explain(f, *arguments).convolutions
     assert all(c.instance for c in convolutions), convolutions
@@ -169,7 +169,7 @@ def forms(f, *arguments) -> list[str]:
 
 
 def res_block(numbers, params, x):
-    """A ResNet bottleneck with a projection: 1x1, 3x3 of stride 2, 1x1, and 1x1 of stride 2."""
+    """A ResNet bottleneck with a projection: 1x1, 3x3 with stride 2, 1x1; and 1x1 with stride 2."""
     y = jax.nn.relu(same(x, params["reduce"], numbers))
     y = jax.nn.relu(same(y, params["spatial"], numbers, stride=2))
     y = same(y, params["expand"], numbers)
@@ -189,7 +189,7 @@ def res_block_arguments(numbers):
 
 @pytest.mark.parametrize("numbers", [LAST, FIRST], ids=["channels last", "channels first"])
 def test_forms_of_a_residual_block(platform, native_kernels, numbers):
-    """Forward and backward pass: the gradients arrive as gradients, no input is dilated."""
+    """Gradients are recognised as dgrad and wgrad, and no input is dilated."""
 
     def loss(params, x):
         return jnp.sum(res_block(numbers, params, x) ** 2)
@@ -249,7 +249,7 @@ def test_groups_stay_groups(platform, native_kernels):
 
 
 def check_mapped(f, *arguments) -> list[str]:
-    """Forms of a mapped function, whose values must be lax's, compiled and one by one."""
+    """The forms of a mapped function; its values must equal lax's, compiled and one by one."""
     expected = on_cpu(f, *arguments)
     with jaxconv.override():
         for actual in (jax.jit(f)(*arguments), f(*arguments)):
@@ -301,7 +301,7 @@ def test_per_example_weight_gradients_are_one_batched_problem(platform, native_k
 
 
 def test_a_batched_problem_is_not_transposed(native_cpu):
-    """What vmap moved to form groups is moved back before any array is copied."""
+    """The transpose by which vmap forms groups is undone before any array is copied."""
     with jax.default_device(jax.devices("cpu")[0]), jaxconv.override():
         x, w = integers(8, (3, 2, 8, 8, 4), (3, 3, 3, 4, 8))
         text = jax.jit(jax.vmap(same)).lower(x, w).compile().as_text()
@@ -318,7 +318,7 @@ def on_kernels(f, *arguments) -> bool:
 
 
 def runs_lowered() -> int:
-    """How many convolutions a call lowers now: one where the caches hold none, else zero."""
+    """The number of convolutions that a call lowers now: 1 if no cache has the program, else 0."""
     with record.recording() as found:
         compiled_before(*ARRAYS)
     return sum(c.instance is not None for c in found)
@@ -336,7 +336,7 @@ def test_install_is_seen_by_functions_compiled_before(native_kernels, platform):
     expected = compiled_before(*ARRAYS)
     assert not on_kernels(compiled_before, *ARRAYS)
     jaxconv.install()
-    jaxconv.install()  # once more is the same
+    jaxconv.install()  # repeating it changes nothing
     assert on_kernels(compiled_before, *ARRAYS)
     assert runs_lowered() == 1, "the compiled function was reused"
     assert runs_lowered() == 0, "the second call compiles nothing"
@@ -367,7 +367,7 @@ def test_override_nests_and_ends_with_its_block(native_kernels, platform):
 
 
 def test_override_is_of_its_thread_and_install_of_all(native_cpu):
-    """Threads that override and threads that do not, at once, on one function."""
+    """Threads with and without override run one function at the same time."""
     barrier = threading.Barrier(4)
     failures: list[str] = []
 
@@ -428,8 +428,10 @@ K = (None, None, None, "data")
     ids=str,
 )
 def test_explicit_meshes(native_cpu, devices, split, filter_split, out, op):
-    """With `out_sharding`, lax takes operands that ask for one mesh axis twice, of which a forward
-    pass is refused: as a data gradient they are ours."""
+    """With `out_sharding`, lax accepts operands that use one mesh axis twice.
+
+    jaxconv refuses such a forward pass, so it computes a data gradient.
+    """
     kind = (jax.sharding.AxisType.Explicit,)
     mesh = jax.make_mesh((devices,), ("data",), kind, devices=jax.devices("cpu")[:devices])
     x, w = integers(14, (2, 8, 8, 4), (3, 3, 4, 6))
@@ -448,7 +450,7 @@ def test_explicit_meshes(native_cpu, devices, split, filter_split, out, op):
 
 
 def test_a_complex_convolution_is_three_real_ones(platform, native_kernels):
-    """lax's own lowering multiplies complex numbers; the products are ours."""
+    """lax's own lowering makes real convolutions of a complex one; kernels compute these."""
     x, w = (a.astype(np.complex64) * (1 + 2j) for a in ARRAYS)
     with jaxconv.override():
         assert_exact(same(x, w, precision="highest"), on_cpu(same, x, w), "complex64")
@@ -477,7 +479,7 @@ def test_four_spatial_axes(platform):
 
 @pytest.mark.parametrize("function", [same, jaxconv.conv], ids=["lax", "jaxconv"])
 def test_symbolic_shapes_go_to_xla(function):
-    """A program exported for any batch keeps XLA's convolution, and says why."""
+    """A program exported for any batch keeps XLA's convolution; ``explain`` gives the reason."""
     (batch,) = jax.export.symbolic_shape("batch")
     x = jax.ShapeDtypeStruct((batch, 5, 5, 2), np.float32)
     w = jax.ShapeDtypeStruct((3, 3, 2, 3), np.float32)
@@ -524,7 +526,7 @@ def test_inside_control_flow_and_remat(platform, native_kernels):
 
 
 def test_algorithm_xla_stays_xla_s(platform):
-    """The fallback is lax's convolution too, and must not come back to our kernels."""
+    """The fallback calls lax's convolution, which must not be overridden again."""
     with jaxconv.override():
         f = functools.partial(jaxconv.conv, algorithm="xla")
         (convolution,) = jaxconv.explain(f, *ARRAYS).convolutions
@@ -546,7 +548,7 @@ def test_algorithm_xla_stays_xla_s(platform):
     ids=str,
 )
 def test_an_input_cropped_to_nothing_gives_zeros(platform, parameters, algorithm):
-    """XLA's convolution reads beside it. That of the last gradient crops dy to nothing, too."""
+    """XLA's convolution reads outside such an input. The last gradient crops dy to nothing, too."""
     x, w = integers(0, (3, 8, 1), (4, 8, 1))
 
     @jaxconv.override(algorithm=algorithm)
@@ -560,7 +562,7 @@ def test_an_input_cropped_to_nothing_gives_zeros(platform, parameters, algorithm
 
 @pytest.mark.parametrize("dtypes", [("float16", "bfloat16"), ("int16", "int16")], ids=str)
 def test_xla_is_given_what_is_already_cropped(native_cpu, dtypes):
-    """Operands for which there is no kernel."""
+    """Without a kernel, XLA gets an input that is cropped before the convolution."""
     operand, result = dtypes
     x, w = (array.astype(operand) for array in integers(0, (2, 4, 6), (5, 4, 3)))
 

@@ -1,4 +1,4 @@
-"""``override`` entered while JAX traces, and as a decorator: in force, and only there."""
+"""``override`` entered while JAX traces, and as a decorator: it applies there and nowhere else."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def inside(x, w):
 
 
 def calls(f, *arguments) -> int:
-    """The custom calls of the program that runs."""
+    """The number of custom calls of the compiled program."""
     return f.lower(*arguments).as_text().count("custom_call @jaxconv_")
 
 
@@ -80,7 +80,7 @@ def test_a_traced_override_is_in_force(name):
     expected = {"scan": lambda: layer(layer(layer(X, W), W), W), "vmap": lambda: layer(X, W)[None]}
     if name != "cond":
         assert_exact(f(X, W), np.asarray(expected.get(name, lambda: layer(X, W))()), name)
-    assert calls(jax.jit(layer), X, W) == 0  # what is traced outside stays lax's
+    assert calls(jax.jit(layer), X, W) == 0  # calls traced outside stay lax's
 
 
 @pytest.mark.parametrize("name", ["a block", "a decorated function", "jit", "checkpoint"])
@@ -95,7 +95,7 @@ def test_gradients_belong_to_it(name):
 
 
 def test_gradients_without_jit_belong_to_it():
-    """The backward pass runs after the block has been left."""
+    """The backward pass runs after the block has ended."""
     _, vjp = jax.vjp(inside, X, W)
     assert calls(jax.jit(vjp), X) == 2
 
@@ -143,7 +143,7 @@ def test_what_no_kernel_takes_is_left_to_lax(dtype):
 
 
 def test_a_decorated_jitted_function():
-    """Every call, and ``lower``, within the override; the function itself without it."""
+    """Calls and ``lower`` are inside the override; the undecorated function is not."""
     jitted = jax.jit(layer)
     both = jaxconv.override()(jitted)
     assert calls(both, X, W) == 1 and calls(jitted, X, W) == 0

@@ -1,8 +1,8 @@
 """JAX's persistent compilation cache and programs on automatic meshes, between processes.
 
-XLA's partitioner asks jaxconv for the program of one device while it compiles. In a process that
-finds the program in the cache it does not ask, so the key must contain everything on which the
-answer depends.
+While XLA's partitioner compiles, it asks jaxconv for the program of one device. A process that
+finds the program in the cache does not ask, so the key must contain everything that the answer
+depends on.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import jaxconv
 
 REPOSITORY = pathlib.Path(__file__).resolve().parents[2]
 
-# Prints, for each program, whether it was found, and its result.
+# Prints for each program whether it was in the cache, and its result.
 PROCESS = """
 import json, sys
 import jax
@@ -83,7 +83,7 @@ CHANGED = ("another slope", "another padding", "another algorithm")
 
 
 def run(cache, *programs: str, flag: bool = False, package=REPOSITORY, **environment: str):
-    """Which programs a process of its own found in a cache, and their results."""
+    """The programs that a separate process found in a cache, and their results."""
     path = os.pathsep.join([str(package), str(REPOSITORY), *sys.path])
     variables = {
         **{name: v for name, v in os.environ.items() if not name.startswith("JAXCONV_")},
@@ -100,7 +100,7 @@ def run(cache, *programs: str, flag: bool = False, package=REPOSITORY, **environ
 
 @pytest.fixture(scope="module")
 def filled(tmp_path_factory):
-    """A cache that one process has filled, and the results of that process."""
+    """A cache filled by one process, and the results of that process."""
     cache = tmp_path_factory.mktemp("cache")
     answers = run(cache, *SAME)
     assert not any(found for found, _ in answers.values())
@@ -108,7 +108,7 @@ def filled(tmp_path_factory):
 
 
 def another_version(folder: pathlib.Path) -> pathlib.Path:
-    """A copy of the package under another version number."""
+    """A copy of the package with another version number."""
     shutil.copytree(REPOSITORY / "jaxconv", folder / "jaxconv")
     file = folder / "jaxconv" / "__init__.py"
     text = file.read_text()
@@ -148,7 +148,7 @@ def test_other_kernels_are_part_of_the_key(filled, tmp_path):
 
 
 def test_without_names_of_callbacks_in_the_key(tmp_path):
-    """JAX's flag takes the callback's name out of the key; its identity stays."""
+    """JAX's flag removes the callback's name from the key; its identity remains."""
     assert not any(found for found, _ in run(tmp_path, *SAME, flag=True).values())
     again = run(tmp_path, *SAME, *CHANGED, flag=True)
     assert [name for name, (found, _) in again.items() if found] == list(SAME)
@@ -178,7 +178,7 @@ def test_a_program_outlives_others_with_the_same_convolution(native_cpu):
 
 
 def test_settings_that_change_before_compilation(native_cpu, monkeypatch):
-    """The program's key tells those of lowering."""
+    """The program's key contains the settings at lowering."""
     x, w, _ = operands()
     lowered = jax.jit(lambda x, w: jaxconv.conv(x, w)).lower(x, w)
     monkeypatch.setenv("JAXCONV_TARGET", "sm_90a")

@@ -1,4 +1,4 @@
-"""The arrays of custom calls: one table, an interface of exported programs."""
+"""The table of the custom calls' arrays, which is an interface of exported programs."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import pytest
 
 from jaxconv._src.library import custom_call, native
 
-# Operands and results of every call, in order. An exported program has them by position, so a line
-# here never changes: another order or number of arrays is a call of another name.
+# Operands and results of every call, in order. An exported program passes them by position, so a
+# line here never changes: a call with another order or number of arrays needs another name.
 CALLS = {
     "jaxconv_fprop": "lhs rhs -> out workspace",
     "jaxconv_dgrad": "lhs rhs -> out workspace",
@@ -46,7 +46,7 @@ def test_a_name_that_a_call_does_not_have(native_cpu):
 
 
 def test_a_call_of_another_version(native_cpu):
-    """A program with another number of arrays is refused with both numbers."""
+    """A program with another number of arrays is refused; the message has both numbers."""
     key = "fprop f32:f32:f32 default b1 n1 g1 c1 k1 i2x2 f1x1 o2x2 s1x1 l1x1 d1x1 p0_0x0_0 bias"
     chosen = native_cpu.select(key, "native", "")
     assert chosen.instance

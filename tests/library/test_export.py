@@ -72,7 +72,7 @@ def test_overridden_programs_too(platform, native_kernels):
 
 
 def test_the_checks_are_needed(native_cpu):
-    """JAX's own refusal stands where nothing was said."""
+    """Without the disabled checks, JAX refuses the custom calls."""
     with (
         jax.default_device(jax.devices("cpu")[0]),
         pytest.raises(ValueError, match="jaxconv_fprop"),
@@ -81,7 +81,7 @@ def test_the_checks_are_needed(native_cpu):
 
 
 def test_a_process_that_only_loads(native_cpu, tmp_path):
-    """register() is what such a process needs; without it XLA does not know the call."""
+    """A process that only loads programs needs register(); otherwise XLA knows no such call."""
     with jax.default_device(jax.devices("cpu")[0]):
         exported = export(jaxconv.conv, "cpu")(X, W)
         expected = np.asarray(jaxconv.conv(X, W))
@@ -121,7 +121,7 @@ def test_register_says_what_is_missing():
 
 
 def test_for_another_platform(monkeypatch):
-    """Exporting for a GPU needs none: the kernels of the build are taken, or XLA's convolution."""
+    """Exporting for a GPU needs no GPU: uses the build's CUDA kernels, or XLA's convolution."""
     monkeypatch.setenv("JAXCONV_TARGET", "sm_90a")
     with jax.default_device(jax.devices("cpu")[0]):
         exported = export(jaxconv.conv, "cuda")(X, W)
@@ -140,7 +140,7 @@ def test_ahead_of_time(platform, native_kernels):
 
 
 def convolutions(jaxpr) -> int:
-    """How many convolutions a program evaluates, whichever primitive computes them."""
+    """The number of convolutions that a program evaluates, by any primitive."""
     wanted = {*PRIMITIVES.values(), lax.conv_general_dilated_p}
     found = 0
     for equation in jaxpr.eqns:

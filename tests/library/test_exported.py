@@ -1,4 +1,4 @@
-"""Programs that former versions exported run, and say what this version knows."""
+"""Programs exported by earlier versions run, and consist of calls that this version knows."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_bits_on_a_gpu_are_the_recorded_ones(version, name):
 def calls(text: str) -> collections.Counter[str]:
     """The custom calls of a lowered program: target, names of attributes, types of all arrays.
 
-    Sizes of the workspace and of parts are the plan's, and left out.
+    The workspace's size and the number of parts are left out, because the plan decides them.
     """
     found: collections.Counter[str] = collections.Counter()
     for target, attributes, types in CALL.findall(text):
@@ -82,18 +82,19 @@ def calls(text: str) -> collections.Counter[str]:
 @pytest.mark.parametrize("name", PROGRAMS)
 @pytest.mark.parametrize("version", VERSIONS)
 def test_calls_of_cuda_are_those_of_this_version(cuda_selection, version, name):
-    """Targets, attributes, and the order and types of operands and results."""
+    """Compares targets, attributes, and the order and types of operands and results."""
     function, arguments = PROGRAMS[name]
     found = calls(restored(version, "cuda", name).mlir_module())
     retraced = jax.jit(function).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
     today = calls(retraced)
-    # Where fuse leaves a convolution alone today, the call with its statistics has no counterpart.
+    # If this version's fuse leaves a convolution alone, the call with statistics has no
+    # counterpart.
     both = {call.split()[0] for call in found} & {call.split()[0] for call in today}
     for target in both - ({"jaxconv_fprop"} if "jaxconv_fused" not in both else set()):
         of_target = [
             {c: n for c, n in each.items() if c.startswith(f"{target} ")} for each in (found, today)
         ]
-        if target in PASSES:  # which of their operands are absent is for fuse to say
+        if target in PASSES:  # fuse decides which operands are absent
             of_target = [{c.split(" (")[0] for c in each} for each in of_target]
         assert of_target[0] == of_target[1]
     assert found and both
@@ -120,7 +121,7 @@ def test_no_retired_name_is_in_use(native_cpu):
 
 
 def test_an_instance_that_this_version_lacks(native_cpu):
-    """The error names the instance, and says what to do."""
+    """The error names the instance and gives advice."""
     key = "fprop f32:f32:f32 default b1 n1 g1 c1 k1 i2x2 f1x1 o2x2 s1x1 l1x1 d1x1 p0_0x0_0"
     program = f"""
 import jax, jaxconv, numpy as np
@@ -141,7 +142,7 @@ jax.block_until_ready(jax.jit(lambda x, w: call(x, w, **attributes))(x, w))
 
 
 def test_kernels_that_are_missing_are_named_before_a_run(native_cpu, monkeypatch):
-    """A retired one with what takes its place."""
+    """For a retired kernel the message names its replacement."""
     (version, *_) = VERSIONS
     program = restored(version, "cpu", "conv_f32")
     assert jaxconv.export.missing_kernels(program) == {}
@@ -157,7 +158,7 @@ def test_kernels_that_are_missing_are_named_before_a_run(native_cpu, monkeypatch
 
 
 def test_the_number_of_partial_sums_stays(cuda_selection):
-    """The bits of the sums depend on it, in exported programs too."""
+    """The bits of the sums depend on this number, also in exported programs."""
     shapes = {
         (256, 112, 112, 64): 264,
         (256, 56, 56, 256): 264,

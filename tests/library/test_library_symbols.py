@@ -1,4 +1,4 @@
-"""What the compiled libraries export: nothing of a libstdc++ that they have a copy of."""
+"""The compiled libraries export no symbols of a libstdc++ that they contain."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import subprocess
 
 import pytest
 
-# Streams, locales and their facets: never an instantiation of our own.
+# Streams, locales and their facets, which the library never instantiates itself.
 STANDARD_LIBRARY = re.compile(r"_ZN?K?S[iod]\w|_ZN?K?St(6locale|8ios_base|7num_put|7num_get)")
 
 
@@ -20,7 +20,7 @@ def exported(library: pathlib.Path) -> list[str]:
 
 
 def test_no_copy_of_the_standard_library_is_exported(platform, native_kernels):
-    """Two copies in one process would share half of their state: streams then fail, or crash."""
+    """Two copies in one process share half of their state; streams then fail or crash."""
     if shutil.which("nm") is None:
         pytest.skip("no nm on PATH")
     folder = pathlib.Path(native_kernels.module.__file__).parent

@@ -1,4 +1,4 @@
-"""The primitive masked_sums: its operations in JAX, and its CUDA kernel, which must agree exactly.
+"""The primitive masked_sums: its operations in JAX and its CUDA kernel agree exactly.
 
 ``test_emulated_kernels`` runs the kernel without a GPU.
 """
@@ -38,7 +38,8 @@ FORMS = {
     "no mask, two of each": Sums(2, 2, "none", True, None, None),
     "leaky relu": Sums(2, 1, "affine", True, None, None, "leaky_relu", 0.5),
 }
-# Fewer rows than a CTA has, no multiple of its steps, a last slice of channels that is not full.
+# Fewer rows than a CTA has, rows that are no multiple of its steps, a partial last slice of
+# channels.
 SHAPES = [(3, 5, 7, 8), (700, 72), (4, 4, 4, 64), (5, 3, 3, 264), (2, 7, 7, 2048), (3, 31, 17, 536)]
 
 JAX_ACTIVATIONS = {
@@ -62,14 +63,14 @@ JAX_ACTIVATIONS = {
 
 
 def drawn(form: Sums, shape: tuple[int, ...], dtype, seed: int = 0) -> list[jax.Array]:
-    """Operands of small integers, with a NaN in the result."""
+    """Operands of small integers; the result array contains a NaN."""
     rng = np.random.default_rng(seed)
 
     def integers(*shape: int, dtype=np.float32):
         return jnp.asarray(rng.integers(-3, 4, shape), dtype)
 
     arrays = [integers(*shape, dtype=dtype) for _ in range(form.gradients + form.arrays)]
-    # The first mean is one of all segments.
+    # The first mean is shared by all segments.
     leading = [(), *[masked_sums.of_segments(form.segments)] * 3]
     vectors = [
         integers(*leading[i], shape[-1])
@@ -85,7 +86,7 @@ def drawn(form: Sums, shape: tuple[int, ...], dtype, seed: int = 0) -> list[jax.
 
 
 def defined(operands, form: Sums) -> list[np.ndarray]:
-    """By the definition, in float64."""
+    """The results by definition, in float64."""
     dtype = operands[0].dtype
     wide = [np.asarray(o, np.float64) for o in operands]
     gradients, arrays, means, of_mask = form.split(wide)
@@ -152,19 +153,19 @@ def test_operations_of_jax(name, dtype, segments):
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, np.float32])
 @pytest.mark.parametrize("activation", DERIVATIVES)
 def test_derivatives_of_activations(activation, dtype):
-    """Those of jax.nn's functions, in float64, within a rounding of the gradient's type."""
+    """Derivatives equal those of jax.nn in float64, within a rounding of the gradient's type."""
     form = Sums(1, 1, "affine", True, None, None, activation, 0.25)
     rng = np.random.default_rng(1)
     g, y = (jnp.asarray(rng.standard_normal((64, 24)) * s, dtype) for s in (1, 4))
     vectors = [jnp.asarray(rng.standard_normal(24), np.float32) for _ in range(3)]
     mean, scale, offset = vectors
     u = ((y.astype(np.float32) - mean) * scale + offset).astype(dtype)
-    g = jnp.where(jnp.isin(abs(u), jnp.asarray([0, 3], dtype)), 0, g)  # jax.nn's are the mean there
+    g = jnp.where(jnp.isin(abs(u), jnp.asarray([0, 3], dtype)), 0, g)  # jax.nn's are means there
     operands = [g, y, *vectors]
     with jax.default_device(jax.devices("cpu")[0]):
         dz, sums = masked_sums.masked_sums(*operands, form=form)
     expected_dz, expected_sums = defined(operands, form)
-    # u, rounded to bfloat16, may be its neighbour.
+    # u, rounded to bfloat16, may be the neighbour of the definition's.
     error = 3e-2 if dtype == jnp.bfloat16 else 3e-6
     np.testing.assert_allclose(np.asarray(dz, np.float64), expected_dz, rtol=error, atol=error)
     np.testing.assert_allclose(sums, expected_sums, rtol=error, atol=8 * error)
@@ -172,7 +173,7 @@ def test_derivatives_of_activations(activation, dtype):
 
 @pytest.mark.parametrize("name", ["two gradients", "bits, bounded, stored"])
 def test_derivative(name):
-    """It is linear in the gradients, and differentiated as the operations of JAX are."""
+    """The call is linear in the gradients, and is differentiated like the operations of JAX."""
     form = FORMS[name]
     g, h, *rest = drawn(form, (4, 6, 8), jnp.bfloat16)
     bind = functools.partial(masked_sums.masked_sums, form=form)
@@ -202,7 +203,7 @@ def test_what_the_kernel_does_not_take(form, shape, dtype):
 
 
 def test_lowering_for_a_gpu(cuda_calls):
-    """One call, which reads bits in place of the result where they tell the mask."""
+    """One call, which reads bits in place of the result where bits decide the mask."""
     array, vector, absent = "tensor<4x6x24xbf16>", "tensor<24xf32>", "tensor<0xf32>"
     for name, told in (
         ("two of each", [array, absent]),
@@ -217,7 +218,7 @@ def test_lowering_for_a_gpu(cuda_calls):
 
 
 def test_a_call_says_no_more_than_earlier_versions_read(cuda_calls):
-    """But for what they do not compute."""
+    """A call has only attributes that earlier versions read, except for newer features."""
     for form, expected in (
         (FORMS["affine"], ["above", "below"]),
         (Sums(1, 1, "affine", False, 0.0, None, "silu"), ["above", "activation", "below", "slope"]),
@@ -235,7 +236,7 @@ def test_a_call_says_no_more_than_earlier_versions_read(cuda_calls):
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("name", FORMS)
 def test_kernel(name, shape, segments):
-    """Exact on integers; of others the same bits in a second run."""
+    """Exact on integers; on other numbers, the same bits in a second run."""
     form = dataclasses.replace(FORMS[name], segments=shape[0] if segments else 1)
     dtype = (jnp.bfloat16, jnp.float16, np.float32)[(len(shape) + len(name)) % 3]
     assert masked_sums.accepts(form, shape, np.dtype(dtype))

@@ -1,4 +1,4 @@
-"""The derivative of the primitive max_pool: a rule, which must give what JAX's of lax gives."""
+"""The derivative rule of the primitive max_pool equals JAX's derivative of lax's pooling."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def both(function, operands, tangents, dz):
 @pytest.mark.parametrize("stored", [False, True])
 @pytest.mark.parametrize("affine", [False, True])
 def test_ties(affine, stored, dtype):
-    """Integers, so that windows have several maxima, and maxima at relu's corner."""
+    """Integers, so that windows have several maxima, and maxima lie at relu's corner."""
     form = form_of(affine, stored=stored)
     given = drawn(affine, dtype), drawn(affine, dtype, seed=1), cotangents(form, dtype)
     actual, expected = (
@@ -75,7 +75,7 @@ def test_ties(affine, stored, dtype):
 
 
 def test_nan():
-    """A window's gradient goes where the program puts it."""
+    """If a window's maximum is NaN, its gradient has the same place as in lax's program."""
     form = form_of(False)
     (x,) = drawn(False)
     x = jnp.where(np.random.default_rng(2).random(x.shape) < 0.2, np.nan, x)
@@ -89,7 +89,7 @@ def test_nan():
 @pytest.mark.parametrize("affine", [False, True])
 def test_to_second_order(affine):
     form, rng = form_of(affine), np.random.default_rng(0)
-    # Numbers that differ by more than the steps of the numerical derivatives.
+    # Numbers that differ by more than the steps of numerical derivatives.
     x = jnp.asarray(rng.permutation(np.prod(WINDOWS.shape)).reshape(WINDOWS.shape) / 40, np.float32)
     vectors = [jnp.asarray(rng.uniform(0.5, 1, 8), np.float32) for _ in range(3)] * affine
 

@@ -1,6 +1,6 @@
-"""The primitives max_pool and max_pool_gradient: their operations in JAX against lax, their calls,
-and their CUDA kernels, which must agree with the operations.
+"""The primitives max_pool and max_pool_gradient: operations in JAX, calls, and CUDA kernels.
 
+The operations are compared with lax, and the kernels with the operations.
 ``test_emulated_kernels`` runs the kernels without a GPU.
 """
 
@@ -57,11 +57,11 @@ def on_the_cpu():
 
 @pytest.fixture
 def for_a_gpu(on_the_cpu, cuda_calls):
-    """Programs are lowered as where the CUDA kernels are loaded."""
+    """Lowers programs as if the CUDA kernels were loaded."""
 
 
 def integers(*shape: int, seed: int = 0, dtype=jnp.bfloat16) -> jax.Array:
-    """Few different numbers: windows have several maxima, and sums of them are exact."""
+    """Few different integers, so that windows have several maxima, and sums are exact."""
     return jnp.asarray(np.random.default_rng(seed).integers(-2, 3, shape), dtype)
 
 
@@ -71,7 +71,7 @@ def with_nan(x: jax.Array) -> jax.Array:
 
 
 def vectors(channels: int) -> list[jax.Array]:
-    """Mean, scale and offset."""
+    """Vectors for the mean, scale and offset."""
     return [integers(channels, seed=seed, dtype=np.float32) for seed in (1, 2, 3)]
 
 
@@ -90,7 +90,7 @@ def assert_equal(actual, expected) -> None:
 
 
 def pooled_and_back(x, dy, given, windows: Windows):
-    """Maxima and the gradient by the primitives."""
+    """Computes the maxima and the gradient by the primitives."""
     form = Pooling(windows, bool(given), True, bool(given))
     maxima, places, *operands = max_pooling.max_pool(x, *given, form=form)
     return maxima, max_pooling.max_pool_gradient([dy], places, windows=windows), places, operands
@@ -99,10 +99,10 @@ def pooled_and_back(x, dy, given, windows: Windows):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", SMALL)
 def test_operations_of_jax(name, dtype, on_the_cpu):
-    """Maxima and gradients are lax's, of ties, NaN and infinities too."""
+    """Maxima and gradients equal lax's, also for ties, NaN and infinities."""
     windows = WINDOWS[name]
     x = integers(*windows.shape, dtype=dtype)
-    if dtype != np.float32:  # of which XLA's CPU code loses some NaN
+    if dtype != np.float32:  # XLA:CPU loses some NaN in float32
         x = with_nan(x)
     dy = integers(*windows.counts, seed=1, dtype=dtype)
     assert max_pooling.accepts(windows, np.dtype(dtype))
@@ -128,7 +128,7 @@ def test_batch_norm_and_relu_in_front(name, dtype, on_the_cpu):
     assert_equal((maxima, dx), (expected, jnp.where(z > 0, *back(dy), 0).astype(dtype)))
     np.testing.assert_array_equal(places == NO_PLACE, ~(np.asarray(maxima, np.float32) > 0))
     assert_equal(jnp.where(maxima > 0, activated(operands, *given), 0), jnp.maximum(maxima, 0))
-    # The sums of the masked gradient, and of its products with x, are sums over the windows.
+    # The sums of the masked gradient, and of its products with x, equal sums over the windows.
     of_windows = jnp.where(maxima > 0, dy, 0).astype(np.float32)
     for other, there in ((1, 1), (x.astype(np.float32), operands.astype(np.float32))):
         axes = tuple(range(x.ndim - 1))
@@ -190,7 +190,7 @@ def lowered(function, *args) -> str:
 
 
 def calls(text: str) -> tuple[int, int]:
-    """How many calls of maxima and of gradients a lowered program has."""
+    """The number of calls for maxima and for gradients in a lowered program."""
     return text.count("@jaxconv_max_pool("), text.count("@jaxconv_max_pool_gradient(")
 
 
@@ -247,7 +247,7 @@ def test_no_calls_under_vmap(for_a_gpu):
 
 
 def test_under_sharding(for_a_gpu):
-    """Under shard_map a device calls the kernels; what XLA partitions is split when it compiles."""
+    """Under shard_map a device calls the kernels; XLA splits other programs when it compiles."""
     windows = WINDOWS["3x3 stride 2"]
     devices = jax.devices("cpu")[:2]
     mesh = jax.make_mesh((2,), ("d",), axis_types=(AxisType.Auto,), devices=devices)
@@ -281,7 +281,7 @@ def test_exported(for_a_gpu):
 
 @pytest.mark.parametrize("affine", [False, True])
 def test_derivatives_of_the_maxima(affine, on_the_cpu):
-    """They are the program's, where windows have several maxima too."""
+    """Derivatives equal the program's, also if windows have several maxima."""
     windows = WINDOWS["3x3 stride 2"]
     x, dy, given = operands(windows)
     given = given if affine else []
@@ -327,8 +327,10 @@ def test_derivatives_to_second_order(on_the_cpu):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", WINDOWS)
 def test_kernels(name, dtype, affine):
-    """Maxima, places and operands are the operations' bits, and gradients of integers; of normal
-    numbers they differ by no rounding either, since the order of additions is the same."""
+    """Maxima, places and operands have the bits of the JAX operations, as do the gradients.
+
+    Gradients of normal numbers round equally, too, because the order of additions is the same.
+    """
     windows = WINDOWS[name]
     x = integers(*windows.shape, dtype=dtype)
     given = vectors(windows.shape[-1]) if affine else []

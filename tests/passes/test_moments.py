@@ -1,4 +1,4 @@
-"""The primitive moments: its operations in JAX and its CUDA kernel against float64.
+"""The primitive moments: its operations in JAX and its CUDA kernel, compared with float64.
 
 ``test_emulated_kernels`` runs the kernel without a GPU.
 """
@@ -16,12 +16,12 @@ import pytest
 from jaxconv._src.library import native
 from jaxconv._src.passes import moments
 
-# Fewer rows than a CTA has, several parts, a last slice of channels that is not full.
+# Fewer rows than a CTA has, several parts, a partial last slice of channels.
 SHAPES = [(3, 5, 7, 8), (700, 72), (4, 32, 32, 16), (5, 3, 3, 264), (2, 7, 7, 2048), (3, 91, 536)]
 
 
 def drawn(shape: tuple[int, ...], dtype, mean: float = 0.0, seed: int = 0) -> jax.Array:
-    """Normal numbers around means of up to ``mean``."""
+    """Normal numbers, with means of up to ``mean``."""
     rng = np.random.default_rng(seed)
     return jnp.asarray(rng.standard_normal(shape) + mean * rng.uniform(-1, 1, shape[-1]), dtype)
 
@@ -34,7 +34,7 @@ def defined(y, segments: int) -> np.ndarray:
 
 
 def assert_close(actual, expected, error: float = 2e-6) -> None:
-    """Means to within some of their last places, M relatively."""
+    """Compares means within a few units in the last place, and M relatively."""
     actual = np.asarray(actual, np.float64)
     np.testing.assert_allclose(actual[..., 0, :], expected[..., 0, :], rtol=error, atol=error)
     np.testing.assert_allclose(actual[..., 1, :], expected[..., 1, :], rtol=4 * error)
@@ -54,7 +54,7 @@ def test_operations_of_jax(dtype, segments):
 
 @pytest.mark.parametrize("segments", [1, 3])
 def test_derivative(segments):
-    """That of the two sums, forwards, backwards and twice."""
+    """Equals the derivative of both sums, in forward and reverse mode and to second order."""
     y, dy = drawn((3, 4, 8), np.float32), drawn((3, 4, 8), np.float32, seed=1)
     bind = functools.partial(moments.moments, segments=segments)
     plain = functools.partial(moments.in_jax, segments=segments)
@@ -77,7 +77,7 @@ def test_derivative(segments):
 @pytest.mark.parametrize("segments", [False, True])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_merged_parts(shape, segments, dtype):
-    """Parts as a kernel cuts them, each computed in float64, give the moments of all rows."""
+    """Parts as a kernel makes them, computed in float64, merge into the moments of all rows."""
     y = drawn(shape, dtype, 100)
     segments = shape[0] if segments else 1
     split = np.asarray(y, np.float64).reshape(segments, -1, shape[-1])

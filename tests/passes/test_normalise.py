@@ -1,7 +1,7 @@
 """The primitive normalise: its value, its derivatives, and the calls that its derivatives make.
 
-The reference of a value is the definition in float64, that of a derivative JAX's of the same
-program in plain operations.
+Values are compared with the definition in float64, derivatives with JAX's for the same program in
+plain operations.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def form_of(summands, activation=None, dtype=np.float32, shape=SHAPE, **others) 
 
 
 def drawn(form: Form, examples=False, integers=False, seed=0) -> list[jax.Array]:
-    """Operands; each example has its own vectors, or all have the same."""
+    """Operands; vectors belong to each example (``examples``), or are shared by all."""
     rng = np.random.default_rng(seed)
 
     def draw(name):
@@ -75,7 +75,7 @@ def drawn(form: Form, examples=False, integers=False, seed=0) -> list[jax.Array]
 
 
 def program(*operands, form: Form) -> list[jax.Array]:
-    """The same in operations whose derivatives are JAX's."""
+    """The same program in plain operations, whose derivatives are JAX's."""
     given = dict(zip(form.names, operands, strict=True))
 
     def along(name):
@@ -98,7 +98,7 @@ def program(*operands, form: Form) -> list[jax.Array]:
 
 
 def defined(operands, form: Form) -> np.ndarray:
-    """z by its definition, float64."""
+    """z by its definition, in float64."""
     given = {n: np.asarray(o, np.float64) for n, o in zip(form.names, operands, strict=True)}
     t = given.get("shortcut", 0.0)
     for i, names in enumerate(form.vectors):
@@ -117,7 +117,7 @@ def bound(form: Form):
 
 
 def calls(function, *args) -> list[Sums]:
-    """The calls of ``masked_sums`` in a program."""
+    """The forms of ``masked_sums`` calls in a program."""
     found = equations(jax.make_jaxpr(function)(*args))
     return [e.params["form"] for e in found if e.primitive.name == "jaxconv_masked_sums"]
 
@@ -151,7 +151,7 @@ def test_the_definition(summands, activation, examples):
 
 @pytest.mark.parametrize("summands", SUMMANDS)
 def test_16_bits(summands):
-    """With integers, so that nothing is rounded."""
+    """Integers, so that nothing is rounded."""
     form = form_of(summands, "relu6", jnp.bfloat16)
     operands = drawn(form, integers=True)
     (z,) = bound(form)(*operands)
@@ -162,7 +162,7 @@ def test_16_bits(summands):
 @pytest.mark.parametrize("summands", ["a shortcut", "two arrays"])
 @pytest.mark.parametrize("activation", ["relu", "relu6"])
 def test_bits(summands, activation):
-    """They say where the activation's derivative is 1."""
+    """Bits are set where the activation's derivative is 1."""
     form = form_of(summands, activation, jnp.float16, bits=True)
     operands = drawn(form, integers=True)
     z, bits = jax.jit(bound(form))(*operands)
@@ -203,7 +203,7 @@ def test_derivatives_are_the_programs(summands, activation, examples, stored):
 def test_derivatives_to_second_order(summands, activation, stored):
     form = form_of(summands, activation, copies=2, stored=stored)
     operands = drawn(form)
-    # Far from corners: steps of the numerical derivatives cross none.
+    # Operands keep away from corners, so that numerical derivatives cross none.
     t = defined(operands, dataclasses.replace(form, activation=None))
     while (np.abs(t) < 0.1).any():
         operands[0] = jnp.where(np.abs(t) < 0.1, operands[0] + 0.5, operands[0])
@@ -215,7 +215,7 @@ def test_derivatives_to_second_order(summands, activation, stored):
 @pytest.mark.parametrize("activation", ["relu", "relu6", "maximum", "clip", "leaky_relu"])
 @pytest.mark.parametrize("summands", ["one array", "a shortcut", "two arrays"])
 def test_corners_and_nan(summands, activation, dtype):
-    """The derivative is that of the operations which the program wrote."""
+    """The derivative is that of the operations in the program."""
     form = form_of(summands, activation, dtype, stored=True)
     operands = drawn(form, integers=True)
     operands[0] = operands[0].at[0, 0, 0, :3].set(jnp.asarray([np.nan, np.inf, -np.inf], dtype))
@@ -312,7 +312,7 @@ def test_the_hessian_through_a_call_of_sums(summands):
 
 # --- what a transposed call computes --------------------------------------------------------------
 
-# The call of ``masked_sums`` for two gradients of z, with operands and gradients in memory.
+# The ``masked_sums`` call for two gradients of z, with operands and gradients in memory.
 CALLS = {
     ("one array", None): Sums(2, 1, "none", False, None, None),
     ("one array", "relu"): Sums(2, 1, "affine", False, 0.0, None),
@@ -326,11 +326,11 @@ CALLS = {
     ("a shortcut", "relu6"): Sums(2, 1, "bits", True, 0.0, 6.0),
     ("two arrays", "relu"): Sums(2, 2, "bits", True, 0.0, None),
     ("two arrays", None): Sums(2, 2, "none", True, None, None),
-    # Sums of the stored gradient, which XLA masks.
+    # XLA masks the gradient; the call sums the stored gradient.
     ("a shortcut", "maximum"): Sums(1, 1, "none", False, None, None),
     ("a shortcut", "silu"): Sums(1, 1, "none", False, None, None),
     ("two arrays", "sin"): Sums(1, 2, "none", False, None, None),
-    # Without a mean and a shift the call of bits does not exist; the mask is of the result.
+    # Without a mean and a shift there is no call with bits: the result decides the mask.
     ("a scale alone", "relu"): Sums(2, 1, "result", True, 0.0, None),
     ("no mean", "relu"): Sums(2, 1, "affine", False, 0.0, None),
 }
@@ -377,7 +377,7 @@ def test_sums_of_xla(form):
 @pytest.mark.parametrize("activation", ["relu", "silu"])
 @pytest.mark.parametrize("summands", ["one array", "a shortcut", "two arrays"])
 def test_vmap(summands, activation):
-    """Values and derivatives are those of a loop, whatever of the operands is mapped."""
+    """Values and derivatives equal those of a loop, whichever operands are mapped."""
     form = form_of(summands, activation, copies=2, stored=True)
     several = [jnp.stack(o) for o in zip(*(drawn(form, seed=s) for s in range(3)), strict=True)]
     dz = cotangents(form)

@@ -1,4 +1,4 @@
-"""The primitive normalise_add: its operations in JAX and its CUDA kernel must agree exactly.
+"""The primitive normalise_add: its operations in JAX and its CUDA kernel agree exactly.
 
 ``test_emulated_kernels`` runs the kernel without a GPU.
 """
@@ -24,12 +24,13 @@ FORMS = {
     "two arrays": BlockEnd(2, None),
     "two arrays, bounded": BlockEnd(2, 6.0),
 }
-# Fewer rows than a CTA has, no multiple of its steps, a last slice of channels that is not full.
+# Fewer rows than a CTA has, rows that are no multiple of its steps, a partial last slice of
+# channels.
 SHAPES = [(3, 5, 7, 8), (700, 72), (4, 4, 4, 64), (5, 3, 3, 264), (2, 7, 7, 2048), (3, 31, 17, 536)]
 
 
 def drawn(form: BlockEnd, shape: tuple[int, ...], dtype, largest: int = 3) -> list[jax.Array]:
-    """Operands of integers, scales up to ``largest``, with a NaN in the first array."""
+    """Integer operands, with scales up to ``largest`` and a NaN in the first array."""
     rng = np.random.default_rng(0)
 
     def integers(*shape: int, dtype=np.float32, most: int = 3):
@@ -42,7 +43,7 @@ def drawn(form: BlockEnd, shape: tuple[int, ...], dtype, largest: int = 3) -> li
 
 
 def defined(operands, form: BlockEnd) -> list[np.ndarray]:
-    """By the definition: float64, rounded where it says so."""
+    """The results by definition: float64, rounded where the definition rounds."""
     dtype = operands[0].dtype
     first, second, *vectors = (np.asarray(o, np.float64) for o in operands)
 
@@ -54,7 +55,7 @@ def defined(operands, form: BlockEnd) -> list[np.ndarray]:
 
     other = normalised(second, *vectors[3:]) if form.arrays == 2 else second
     total = rounded(normalised(first, *vectors[:3]) + other)
-    result = np.clip(total, 0, form.below)  # which keeps NaN
+    result = np.clip(total, 0, form.below)  # keeps NaN
     inside = (result > 0) & (True if form.below is None else result < form.below)
     return [result, np.packbits(inside, axis=-1, bitorder="little")]
 
@@ -89,7 +90,7 @@ def test_operations_of_jax(name, dtype):
 
 @pytest.mark.parametrize("name", FORMS)
 def test_derivative(name):
-    """That of the activation, inside its bounds; bits have none."""
+    """Equals the activation's derivative inside its bounds; bits have no derivative."""
     form = FORMS[name]
     operands = drawn(form, (4, 6, 8), jnp.float16)
     operands[0] = jnp.nan_to_num(operands[0])
@@ -123,7 +124,7 @@ def test_derivative(name):
         (FORMS["shortcut"], (4, 8), np.float64),
         (FORMS["shortcut"], (0, 8), jnp.bfloat16),
         (BlockEnd(3, None), (4, 8), jnp.bfloat16),
-        (BlockEnd(1, 0.1), (4, 8), jnp.bfloat16),  # between two of its numbers
+        (BlockEnd(1, 0.1), (4, 8), jnp.bfloat16),  # bfloat16 does not represent 0.1
     ],
 )
 def test_what_the_kernel_does_not_take(form, shape, dtype):
@@ -131,7 +132,7 @@ def test_what_the_kernel_does_not_take(form, shape, dtype):
 
 
 def test_lowering_for_a_gpu(cuda_calls):
-    """One call; operations of JAX under vmap, and where XLA partitions the program."""
+    """One call; under vmap, and if XLA partitions the program, operations of JAX."""
     array, vector, absent = "tensor<4x6x24xbf16>", "tensor<24xf32>", "tensor<0xf32>"
     for name, expected in (
         ("shortcut, bounded", [array, absent, array, *[vector, absent] * 3]),
@@ -153,14 +154,14 @@ def test_lowering_for_a_gpu(cuda_calls):
         explicit = (jax.sharding.AxisType.Explicit,)
         mesh = jax.make_mesh((2,), ("d",), explicit, devices=jax.devices("cpu")[:2])
         split = [jax.device_put(o, NamedSharding(mesh, P())) for o in operands]
-        assert lowered(bind, *split).count("custom_call @jaxconv") == 1  # each device's
+        assert lowered(bind, *split).count("custom_call @jaxconv") == 1  # the call of each device
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("name", FORMS)
 def test_kernel(name, shape):
-    """Exact where it rounds twice, and its bits give the sums that its result gives."""
+    """Exact where it rounds twice; the sums by its bits equal those by its result."""
     form = FORMS[name]
     dtype = (jnp.bfloat16, jnp.float16, np.float32)[(len(shape) + len(name)) % 3]
     assert normalise_add.accepts(form, shape, np.dtype(dtype))

@@ -1,4 +1,4 @@
-"""What Python asks of the kernels of passes, and shows of them. No GPU and no CUDA library."""
+"""Python's queries of the passes' kernels, and how they are shown. Needs no CUDA library."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def forms_of_sums():
 
 
 def asked():
-    """Calls of ``accepts``."""
+    """Counts calls of ``accepts``."""
     shapes = [(4, 8), (4, 12), (6, 5, 7, 24), (0, 8), (3, 8), (8,), (1, 2, 2, 2, 2, 2, 2, 8)]
     for shape, dtype in itertools.product(shapes, DTYPES):
         yield from ((masked_sums.accepts, form, shape, dtype) for form in forms_of_sums())

@@ -1,4 +1,4 @@
-"""``explain``: every convolution of a program, its kernel, or each refusing kernel's reason."""
+"""``explain``: every convolution of a program with its kernel, or each kernel's refusal."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_identical_convolutions_are_listed_one_by_one(platform, native_kernels):
 
 
 def test_threads_explain_at_once(native_cpu):
-    """Each lists its own program: nothing that one does to JAX shows in another's lowering."""
+    """Each thread lists its own program: lowering in one thread does not affect another."""
     barrier = threading.Barrier(4)
     counts: list[list[int]] = []
 
@@ -131,7 +131,7 @@ def test_arguments_on_several_devices(native_cpu):
 
 
 def test_arguments_on_an_explicit_mesh(native_cpu):
-    """One entry for a convolution, and none for its parts on the devices."""
+    """A convolution has one entry, and its parts on the devices have none."""
     devices = jax.devices("cpu")[:2]
     mesh = jax.make_mesh((2,), ("data",), (jax.sharding.AxisType.Explicit,), devices=devices)
     with jax.set_mesh(mesh):
@@ -214,7 +214,7 @@ def test_a_program_without_convolutions():
 
 
 def test_another_platform(monkeypatch):
-    """What a program would take on a GPU, told without one; where no CUDA kernels are, why."""
+    """The kernels for a GPU, without a GPU; or the reason why there are no CUDA kernels."""
     monkeypatch.setenv("JAXCONV_TARGET", "sm_90a")
     with jax.default_device(jax.devices("cpu")[0]):
         (c,) = jaxconv.explain(lambda x, w: jaxconv.conv(x, w), X, W, platform="cuda").convolutions

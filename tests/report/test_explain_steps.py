@@ -1,4 +1,4 @@
-"""``explain`` of training steps as users write them: jitted, static, stateful, by each library."""
+"""``explain`` of training steps as users write them: jitted, static, stateful, with libraries."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import jaxconv
 
 X = np.ones((2, 8, 8, 4), np.float32)
 W = np.ones((3, 3, 4, 4), np.float32)
-STEP = ["dgrad", "fprop", "fprop", "wgrad", "wgrad"]  # of two layers
+STEP = ["dgrad", "fprop", "fprop", "wgrad", "wgrad"]  # the operations of two layers
 
 
 @pytest.fixture(autouse=True)
@@ -31,7 +31,7 @@ def ops(explanation) -> list[str]:
 
 
 def nnx_step():
-    """A step that changes model and optimizer in place, and its arguments."""
+    """A step that changes model and optimizer in place; returns it with its arguments."""
     nnx = pytest.importorskip("flax.nnx")
     optax = pytest.importorskip("optax")
 
@@ -53,7 +53,7 @@ def nnx_step():
     return nnx, step, model, nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
 
 
-# How a user may call a step that returns nothing: what it computes is in the model afterwards.
+# Ways to call a step that returns nothing, because its results are in the model.
 CALLS = {
     "jitted": lambda nnx, step, m, o: (nnx.jit(step), m, o, X),
     "plain": lambda nnx, step, m, o: (step, m, o, X),
@@ -72,7 +72,7 @@ def test_nnx_steps_have_their_backward_pass(how):
     explanation = jaxconv.explain(fun, *arguments)
     assert ops(explanation) == STEP
     assert "5 of 5" in str(explanation) and "100%" in str(explanation)
-    # Nothing ran, and no tracer is left behind.
+    # Nothing has run, and no tracer is left in the model.
     jax.tree.map(np.testing.assert_array_equal, before, nnx.state(model))
     assert ops(jaxconv.explain(fun, *arguments)) == STEP, "a second time"
 
@@ -183,7 +183,7 @@ def test_paths_of_linen_modules():
 
 
 def test_named_scopes_without_the_constructs_around_them():
-    """JAX does not know the scopes outside of a loop's body or of a jitted function."""
+    """JAX does not record scopes around a loop's body or a jitted function."""
 
     def layer(x):
         with jax.named_scope("inner"):

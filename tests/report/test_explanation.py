@@ -1,4 +1,4 @@
-"""``Explanation`` as text, and the reasons of ``fuse`` in the words of users."""
+"""``Explanation`` as text, and the reasons that ``fuse`` gives."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ def conv(x, w=W):
 
 
 def explained(function, *args):
-    """The explanation of ``fuse(function)``, on the kernels."""
+    """The explanation of ``fuse(function)``, with kernels."""
     with jaxconv.override():
         return jaxconv.explain(jaxconv.fuse(function), *(args or (X,)))
 
 
 def row(**fields) -> jaxconv.Convolution:
-    """A convolution that a program may have."""
+    """A convolution with typical fields, and with ``fields`` replaced."""
     given = dict(
         op="fprop",
         operands=("bf16[256,112,112,64]", "bf16[3,3,64,64]"),

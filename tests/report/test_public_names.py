@@ -1,4 +1,4 @@
-"""What ``import jaxconv`` gives: names, documentation, the table of kernels, ``installed``."""
+"""The names of ``import jaxconv``, their documentation, the table of kernels, ``installed``."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_every_name_is_documented(name):
         hints = inspect.signature(value)
         assert hints.return_annotation is not inspect.Signature.empty
         assert all(p.annotation is not p.empty for p in hints.parameters.values())
-        # A function does not hide a module of its own name.
+        # A function must not hide a module of the same name.
         assert importlib.util.find_spec(f"jaxconv.{name}") is None
 
 
@@ -131,13 +131,13 @@ def test_kernels_of_no_platform():
 
 @pytest.mark.parametrize("dtype", ["f32", "s8", "u8"])
 def test_every_probe_is_a_problem(native_cpu, dtype):
-    """An instance is asked in turn until one accepts: an invalid key would show up on some only."""
+    """An instance is probed until one key is accepted, so an invalid key could go unnoticed."""
     for op in Op if dtype == "f32" else [Op.FPROP]:
         for probe in kernel_table._PROBES.values():
             keys = list(kernel_table._keys(op, dtype, "default", probe))
             assert len(keys) == 1 or dtype != "f32"
             for key in keys if op is Op.FPROP or "epilogue" not in probe else []:
-                native_cpu.select(key, "auto", "")  # raises where the key is none
+                native_cpu.select(key, "auto", "")  # raises if the key is invalid
 
 
 def test_kernels_for_a_gpu_that_is_not_here():

@@ -1,7 +1,7 @@
 """Random sharded programs: each a function of (seed, index), with the results by definition.
 
-A case is a program of one convolution, the mesh, and how every operand is split. Its operands are
-small integers, for which every order of summation gives the same bits, so NumPy gives the expected
+A case is a program of one convolution, the mesh, and the split of every operand. Operands are small
+integers, for which every order of summation gives the same bits, so NumPy gives the expected
 results for every split.
 """
 
@@ -29,7 +29,7 @@ MESHES = ((2,), (3,), (4,), (8,), (2, 2), (2, 4), (4, 2), (2, 3), (3, 2), (2, 2,
 DEVICES = max(math.prod(shape) for shape in MESHES)
 DTYPES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
 
-Specs = dict[str, tuple[tuple[str, ...], ...]]  # by operand: the mesh axes of every array axis
+Specs = dict[str, tuple[tuple[str, ...], ...]]  # operand -> mesh axes of every array axis
 
 
 @dataclasses.dataclass
@@ -37,12 +37,12 @@ class Case:
     """One sharded program.
 
     Attributes:
-        form: of ``FORMS``.
+        form: one of ``FORMS``.
         call: the convolution.
-        wanted: which results the program has: y, dx, dw; with statistics y, mean, variance.
-        kinds: whether each mesh axis is "auto", "explicit" or "manual".
-        order: of the devices in the mesh.
-        specs: how every operand is split.
+        wanted: the program's results: y, dx, dw; with statistics y, mean, variance.
+        kinds: "auto", "explicit" or "manual" for each mesh axis.
+        order: the order of the devices in the mesh.
+        specs: the split of every operand.
         terms: the epilogue's words.
         inside: whether ``fuse`` is applied to the function that is differentiated.
     """
@@ -77,7 +77,7 @@ class Case:
         return Mesh(devices, self.names, tuple(types))
 
     def canonical(self, name: str, result: np.ndarray) -> np.ndarray:
-        """A result with the definition's order of axes."""
+        """A result with its axes in the definition's order."""
         roles = {"y": "y", "dx": "x", "dw": "w"}
         return self.call.to_canonical(roles[name], result) if name in roles else result
 
@@ -110,7 +110,7 @@ def _extent(draw: Draw, *usual: int) -> int:
 
 
 def _draw_problem(draw: Draw, name: str, form: str) -> tuple[Problem, int]:
-    """A convolution whose extents often divide, and its batch groups."""
+    """A convolution whose extents are often divisible, and its batch groups."""
     while True:
         rank = draw.one_of(1, 2, 2, 2, 2, 3)
         spatial = tuple(
@@ -120,9 +120,9 @@ def _draw_problem(draw: Draw, name: str, form: str) -> tuple[Problem, int]:
         window = tuple(draw.one_of(1, 2, 3, 3, 3, 5 if rank < 3 else 2) for _ in range(rank))
         n, c, k = _extent(draw, 1, 2, 4, 8), _extent(draw, 2, 4, 8), _extent(draw, 2, 4, 8)
         if form == "quantised":
-            k = draw.one_of(8, 32, 64, 128, 256)  # blocks of 32 stay together
+            k = draw.one_of(8, 32, 64, 128, 256)  # blocks of 32 are not split
         groups, batch_groups = draw.one_of(1, 1, 1, 1, 2, 4, 8), 1
-        if form == "quantised":  # whose groups have 32 channels each, or one
+        if form == "quantised":  # groups have 32 channels each, or one
             groups = 1
         if groups > 1 and form not in ("fused", "statistics", "quantised") and draw.chance(0.2):
             groups, batch_groups = 1, 2
@@ -198,7 +198,7 @@ def _holds(axes: Sequence[str], extent: int, sizes: dict[str, int]) -> bool:
 
 
 def _draw_spec(draw: Draw, shape: Sequence[int], sizes: dict[str, int], first=()) -> list:
-    """Mesh axes anywhere that they divide, in any order; ``first`` lie on axis 0 already."""
+    """Puts mesh axes on random array axes that they divide; ``first`` is already on axis 0."""
     spec: list[tuple[str, ...]] = [()] * len(shape)
     if first:
         spec[0] = tuple(first)
@@ -214,7 +214,7 @@ def _draw_spec(draw: Draw, shape: Sequence[int], sizes: dict[str, int], first=()
 
 
 def _draw_specs(draw: Draw, case: Case, shapes: dict[str, tuple[int, ...]]) -> Specs:
-    """How all operands are split: by one split of the convolution's dimensions, or each alone."""
+    """Splits all operands by one split of the convolution's dimensions, or each at random."""
     sizes = dict(zip(case.names, case.shape, strict=True))
     if draw.chance(0.35):
         return {name: tuple(_draw_spec(draw, s, sizes)) for name, s in shapes.items()}
@@ -231,14 +231,14 @@ def _draw_specs(draw: Draw, case: Case, shapes: dict[str, tuple[int, ...]]) -> S
             axes if _holds(axes := split.get(dim, ()), extent, sizes) else ()
             for dim, extent in zip(dims[name], shape, strict=True)
         )
-    if draw.chance(0.3):  # one operand otherwise
+    if draw.chance(0.3):  # splits one operand differently
         name = draw.one_of(*shapes)
         specs[name] = tuple(_draw_spec(draw, shapes[name], sizes))
     return specs
 
 
 def _dimensions(call: Call) -> dict[str, tuple[str, ...]]:
-    """What every axis of every operand is; of a filter's, the window is never split with x."""
+    """The dimension of each axis of each operand. The filter's window has dimensions of its own."""
     rank = call.problem.rank
     spatial, window = [f"s{i}" for i in range(rank)], [f"r{i}" for i in range(rank)]
     found = {
@@ -252,7 +252,7 @@ def _dimensions(call: Call) -> dict[str, tuple[str, ...]]:
 
 
 def draw_case(seed: int, index: int) -> Case:
-    """The case with this number."""
+    """The case of (seed, index)."""
     draw = Draw(seed, index, 14)
     form = draw.one_of("conv", "conv", "override", "override", "fused", "fused", *FORMS[3:])
     call = _draw_call(draw, seed, index, form)
@@ -290,7 +290,7 @@ def draw_case(seed: int, index: int) -> Case:
 
 
 def _keep_blocks(case: Case, shapes: dict[str, tuple[int, ...]]) -> None:
-    """Splits no input channels, and output channels in blocks of 32 as 8-bit kernels store them."""
+    """Leaves input channels whole, and splits output channels in the kernels' blocks of 32."""
     sizes = dict(zip(case.names, case.shape, strict=True))
 
     def kept(axes: tuple[str, ...], dim: str, extent: int) -> tuple[str, ...]:
@@ -303,7 +303,7 @@ def _keep_blocks(case: Case, shapes: dict[str, tuple[int, ...]]) -> None:
 
 
 def _draw_manual(draw: Draw, case: Case, shapes) -> None:
-    """Makes one mesh axis manual, over the images: the program is then a ``shard_map``'s."""
+    """Makes one mesh axis manual, which splits images: the program becomes a ``shard_map``."""
     n = case.call.problem.n
     at = {"x": case.call.numbers.lhs_spec[0], "t": case.call.numbers.out_spec[0]}
     at["residual"] = at["t"]
@@ -312,7 +312,7 @@ def _draw_manual(draw: Draw, case: Case, shapes) -> None:
     plain = case.call.problem.batch is None and case.form in ("conv", "override", "fused")
     if not plain or n % sizes[name] or not draw.chance(0.25):
         return
-    # XLA:CPU ends the process over a sum in 16 bits that JAX makes among manual axes.
+    # XLA:CPU aborts on a 16-bit sum over manual axes that JAX inserts.
     if case.call.dtype != np.float32:
         return
     case.kinds = (*case.kinds[:i], "manual", *case.kinds[i + 1 :])
@@ -325,9 +325,9 @@ def _draw_manual(draw: Draw, case: Case, shapes) -> None:
 
 
 def uneven(case: Case) -> bool:
-    """Whether rows are split into shares that are no equal ones, or narrower than the window.
+    """Whether rows are split into unequal shares, or shares narrower than the window.
 
-    XLA rounds uneven shares up; of narrow ones all are gathered.
+    XLA rounds unequal shares up. Narrow shares are gathered.
     """
     sizes, p = dict(zip(case.names, case.shape, strict=True)), case.call.problem
     reach = [(w - 1) * d for w, d in zip(p.window, p.dilation, strict=True)]
@@ -358,7 +358,7 @@ def conflicting(case: Case) -> bool:
 
 
 def disputed(case: Case) -> bool:
-    """Whether operands split one dimension differently, or x and the cotangent other positions."""
+    """Whether operands split a dimension differently, or x and the cotangent other positions."""
     split: dict[str, dict[str, tuple[str, ...]]] = {}
     for name, spec in case.specs.items():
         along = zip(_dimensions(case.call)[name], spec, strict=True)
@@ -374,7 +374,7 @@ def disputed(case: Case) -> bool:
 
 
 def _activation(word: str, u: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The value and the derivative that JAX's function has."""
+    """The value and the derivative of JAX's function."""
     if word == "relu":
         return np.maximum(u, 0), (u > 0).astype(u.dtype)
     if word == "leaky_relu":
@@ -385,7 +385,7 @@ def _activation(word: str, u: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 def _defined(case: Case, arrays: dict[str, np.ndarray], magnitudes: bool = False) -> dict:
     """All results in float64, canonical: y, and with a cotangent dx and dw.
 
-    With ``magnitudes``, of magnitudes, bounds on every partial sum.
+    With ``magnitudes``, results for the operands' magnitudes, which bound every partial sum.
     """
     call, p = case.call, case.call.problem
     given = {name: np.abs(a) if magnitudes else a for name, a in arrays.items()}
@@ -430,7 +430,7 @@ def draw_arrays(case: Case) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray
             for name in case.specs
         }
         arrays = {name: a.astype(np.float64) for name, a in arrays.items()}
-        # A slope of one half adds a bit.
+        # The activation's slope of one half needs one more bit.
         bounds = _defined(case, arrays, magnitudes=True)
         if all(2 * bound.max(initial=0) <= limit for bound in bounds.values()):
             break
@@ -444,7 +444,7 @@ def draw_arrays(case: Case) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray
 
 
 def _draw_quantised(case: Case, shapes: dict[str, tuple[int, ...]]):
-    """As ``draw_arrays``, of 8 bits; scales are powers of two, so that t is exact."""
+    """``draw_arrays`` for 8 bits; scales are powers of two, so that t is exact."""
     rng, p = case.call.rng, case.call.problem
     arrays = {n: rng.integers(-128, 127, s, np.int8, endpoint=True) for n, s in shapes.items()}
     terms = p.c // p.groups * math.prod(p.window)
@@ -463,7 +463,7 @@ def _draw_quantised(case: Case, shapes: dict[str, tuple[int, ...]]):
 
 
 def program(case: Case, ours: bool) -> Callable:
-    """operands by name -> the wanted results, by jaxconv in the case's form or by lax alone."""
+    """operands by name -> the wanted results, by jaxconv in the case's form or by lax only."""
     call = case.call
     if case.form == "statistics" and ours:
         p = call.problem
@@ -517,7 +517,7 @@ def program(case: Case, ours: bool) -> Callable:
 
     if not ours or case.form == "conv":
         return step
-    # What fuse leaves to lax is ours too.
+    # ``override`` also covers the convolutions that ``fuse`` leaves to lax.
     return jaxconv.override(jaxconv.fuse(step) if case.form == "fused" and not within else step)
 
 
@@ -538,7 +538,7 @@ def _quantised(call: Call, ours: bool) -> Callable:
 
 
 def mapped(case: Case, function: Callable, mesh: Mesh) -> Callable:
-    """The function, inside a ``shard_map`` over the manual axes where there are some."""
+    """The function, inside a ``shard_map`` over the manual axes if there are any."""
     names = tuple(case.specs)
 
     def positional(*operands):

@@ -4,8 +4,8 @@
     python tests/sharding/sharding_fuzz.py --total tests/sharding_fuzz.json
     python tests/sharding/sharding_fuzz.py --seed 7 --problem 12
 
-``sharding_cases`` has the cases, ``sharding_judge`` how they are judged. A failure is one line with
-its repro, the arguments of the third command. Segments and the record are those of ``fuzz_record``.
+``sharding_cases`` draws the cases, ``sharding_judge`` judges them. A failure is one line with its
+repro, the arguments of the third command. ``fuzz_record`` describes segments and the record.
 """
 
 from __future__ import annotations

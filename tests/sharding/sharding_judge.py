@@ -1,6 +1,6 @@
 """Judges random sharded programs: results by definition, failures and collectives by lax.
 
-XLA's own sharded program is not a reference: for many splits its results are wrong, and for some it
+XLA's own sharded program is no reference: for many splits its results are wrong, and for some it
 crashes, so lax runs in another process. If its result is right, collectives are compared.
 """
 
@@ -33,15 +33,15 @@ _KEY = re.compile(
 
 @dataclasses.dataclass
 class Side:
-    """What a program gave.
+    """The outcome of a program.
 
     Attributes:
-        refused: why there are no results.
-        wrong: what of them is not what the definition says.
+        refused: the reason why there are no results.
+        wrong: the results that differ from the definition.
         moved: how often each collective occurs in the compiled program.
-        bytes: of the collectives' results, on one device.
-        flops: of the convolutions, on one device; products with padding are none.
-        operations: what our convolutions are computed as.
+        bytes: the bytes of the collectives' results on one device.
+        flops: the operations of the convolutions on one device, without products with padding.
+        operations: the operations (fprop, dgrad, wgrad) that compute our convolutions.
     """
 
     refused: str = ""
@@ -54,7 +54,7 @@ class Side:
 
 @dataclasses.dataclass
 class Judgement:
-    """One case's: counts of anything, and at most one failure."""
+    """The judgement of one case: counts, and at most one failure."""
 
     case: Case
     counts: collections.Counter = dataclasses.field(default_factory=collections.Counter)
@@ -84,7 +84,7 @@ class Lowered(logging.Handler):
 
 
 def _taps(extent, window, out, stride, lhs_dilation, dilation, low) -> int:
-    """Pairs of an output and a filter's element that meet an element of the input."""
+    """The number of (output, filter element) pairs that meet an element of the input."""
     at = np.arange(out)[:, None] * stride + np.arange(window) * dilation - low
     return int(((at >= 0) & (at % lhs_dilation == 0) & (at // lhs_dilation < extent)).sum())
 
@@ -102,7 +102,7 @@ def run(case: Case, ours: bool) -> Side:
             function = sharding_cases.mapped(case, sharding_cases.program(case, ours), mesh)
             compiled = jax.jit(function).lower(*operands).compile()
             results = jax.device_get(compiled(*operands))
-    except Exception as error:  # whatever it is: the other side is asked next
+    except Exception as error:  # any error: lax decides whether it is right
         return Side(refused=f"{type(error).__name__}: {' '.join(str(error).split())[:160]}")
     finally:
         logger.removeHandler(handler)
@@ -125,7 +125,7 @@ def _wrong(case: Case, results: dict, expected: dict[str, np.ndarray]) -> str:
     for name in case.wanted:
         actual = case.canonical(name, np.asarray(results[name]).astype(np.float64))
         off = np.abs(actual - expected[name])
-        if name in ("mean", "variance"):  # divided, and so rounded
+        if name in ("mean", "variance"):  # the division rounds
             size = np.abs(expected[name]) + np.sqrt(expected["variance"])
             off = np.where(off <= 1e-5 * size, 0, off)
         if (bad := ~(off == 0)).any():
@@ -134,7 +134,7 @@ def _wrong(case: Case, results: dict, expected: dict[str, np.ndarray]) -> str:
 
 
 def judge(seed: int, indices: Sequence[int]) -> list[Judgement]:
-    """Cases, by the definition; by lax where ours fails or communicates."""
+    """Judges cases by the definition, and by lax if ours fails or communicates."""
     found, sides = {}, {}
     for index in indices:
         case = sharding_cases.draw_case(seed, index)
@@ -179,7 +179,7 @@ def _compare(judgement: Judgement, ours: Side, theirs: Side) -> None:
 
 
 def _reason(case: Case, ours: Side, theirs: Side) -> str:
-    """Why more collectives than lax's are right; "" where nothing says so."""
+    """A reason why more collectives than lax's are acceptable, or ""."""
     if ours.bytes <= theirs.bytes:
         return "of no more bytes"
     if ours.flops < theirs.flops:
@@ -188,7 +188,7 @@ def _reason(case: Case, ours: Side, theirs: Side) -> str:
     natural = all(gives[operation] & set(case.wanted) for operation in ours.operations)
     natural = natural and ("y" not in case.wanted or "fprop" in ours.operations)
     if not natural or ours.operations.count("wgrad") != ("dw" in case.wanted):
-        # Only that has a kernel, or the result is no larger than the filter.
+        # Only that operation has a kernel, or the result is no larger than the filter.
         return "as another operation"
     if len(set(case.kinds)) > 1:
         return "at the border of a region that is manual in part"
@@ -204,15 +204,15 @@ def _reason(case: Case, ours: Side, theirs: Side) -> str:
 
 
 def _by_position(case: Case) -> bool:
-    """Whether lax's rule for explicit meshes says something else than what the operands are.
+    """Whether lax's rule for explicit meshes differs from the meaning of the axes.
 
-    It gives axis i of the result what splits axis i of lhs, whatever these axes are.
+    The rule splits axis i of the result like axis i of lhs, whatever these axes mean.
     """
     return case.explicit and case.call.numbers.lhs_spec != case.call.numbers.out_spec
 
 
 def by_lax(seed: int, indices: Sequence[int]) -> dict[int, Side]:
-    """Lax's side of cases, from other processes: one goes on where the last one ended."""
+    """Lax's side of cases, from other processes: if one dies, the next one continues after it."""
     found: dict[int, Side] = {}
     left = list(indices)
     while left:
@@ -230,7 +230,7 @@ def by_lax(seed: int, indices: Sequence[int]) -> dict[int, Side]:
 
 
 def print_lax(seed: int, indices: Sequence[int]) -> None:
-    """Lax's side of cases, one line each."""
+    """Prints lax's side of cases, one line each."""
     for index in indices:
         case = sharding_cases.draw_case(seed, index)
         print(json.dumps(dataclasses.asdict(run(case, False))), flush=True)

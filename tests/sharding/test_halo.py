@@ -1,7 +1,7 @@
-"""Spatial axes split over eight virtual CPU devices: rows travel, activations are not gathered.
+"""Spatial axes split over eight virtual CPU devices: only halo rows are exchanged.
 
-What a program moves is read off its compiled text, and compared with what lax's convolution moves
-under XLA's own partitioner.
+The collectives of the compiled program are compared with those of lax's convolution under XLA's own
+partitioner.
 """
 
 from __future__ import annotations
@@ -48,17 +48,17 @@ def random_axis(rng) -> Problem:
 
 
 def rows(array: np.ndarray, start: int, count: int) -> np.ndarray:
-    """Rows of (n, rows, channels), zeros where there are none."""
+    """Rows of (n, rows, channels), with zeros outside the array."""
     padded = np.pad(array, ((0, 0), (max(0, -start), max(0, start + count)), (0, 0)))
     at = start + max(0, -start)
     return padded[:, at : at + count]
 
 
 def on_every_device(op: Op, p: Problem, plan: halo.HaloPlan, lhs, rhs) -> np.ndarray:
-    """What the devices compute together, of the rows that the plan says they read.
+    """The combined results of all devices, from the rows that the plan lets them read.
 
-    Rows that a device is not sent are NaN, but for wgrad, where a row of dy that there is not still
-    counts, times zero.
+    Rows that a device does not receive are NaN. For wgrad they are 0, because rows of dy beyond the
+    end count as zeros, and 0 * NaN is NaN.
     """
     parts = []
     for device in range(plan.parts):
@@ -104,7 +104,7 @@ def test_plans_of_random_axes(seed):
 @pytest.mark.parametrize(
     ("op", "problem", "expected"),
     [
-        # 32 rows on 4 devices: a row from each side; the last device reads padding.
+        # 32 rows on 4 devices: one row from each side; the last device reads padding.
         (Op.FPROP, problem("same", (32,), 3, padding=1), ((0, 1, 1, 1), (1, 1, 1, 0))),
         (Op.DGRAD, problem("same", (32,), 3, padding=1), ((0, 1, 1, 1), (1, 1, 1, 0))),
         (Op.WGRAD, problem("same", (32,), 3, padding=1), ((0, 1, 1, 1), (1, 1, 1, 0))),
@@ -120,7 +120,7 @@ def test_plans_of_random_axes(seed):
         ),
         (Op.FPROP, problem("patches", (32,), 4, stride=4), ((0,) * 4, (0,) * 4)),
         (Op.FPROP, problem("1x1", (32,), 1, stride=2), ((0,) * 4, (0,) * 4)),
-        # Shares of one row, windows of five: two neighbours on either side.
+        # Shares of one row and windows of five: two neighbours on either side.
         (Op.FPROP, problem("wide", (4,), 5, padding=2), ((0, 1, 2, 2), (2, 2, 1, 0))),
     ],
     ids=lambda value: getattr(value, "name", None),
@@ -132,13 +132,13 @@ def test_rows_that_devices_lack(op, problem, expected):
 
 # --- compiled programs --------------------------------------------------------------------------
 
-# Both gradients of a transposed convolution read the rows of one array. Only a program whose
-# exchange is its own operation, on an explicit mesh, shares it.
+# Both gradients of a transposed convolution read rows of the same array. Only on an explicit mesh,
+# where the exchange is a separate operation, do they share it.
 SHARED = {("transposed", "Explicit"): 1}
 
 
 def moved(compiled) -> tuple[dict[str, int], dict[str, int]]:
-    """How often each collective occurs, and the bytes of their results on one device."""
+    """The number of each collective, and the bytes of its results on one device."""
     sizes: dict[str, int] = {}
     results = re.findall(r"= f32\[([\d,]*)\]\S* ([a-z-]+)(?:-start)?\(", compiled.as_text())
     for shape, kind in results:
@@ -156,7 +156,7 @@ def some(permutes: int, **others: int) -> dict[str, int]:
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 @pytest.mark.parametrize(("p", "forward", "backward"), CASES, ids=lambda v: getattr(v, "name", ""))
 def test_rows_are_exchanged(p, forward, backward, kind):
-    """Results and gradients are exact and split alike; beside the rows, one sum of dw."""
+    """Results and gradients are exact and split like x; beside the rows, dw needs one sum."""
     arrays, expected = tensors(p)
     mesh = grid(getattr(jax.sharding.AxisType, kind), (4,), ("rows",))
     with jax.set_mesh(mesh):
@@ -192,7 +192,7 @@ BOTH = problem("both_axes", (8, 8), 3, n=4, padding=1)
 @pytest.mark.parametrize(
     ("x", "w", "y", "forward", "backward"),
     [
-        # Corners take two steps: the columns that are sent second hold the rows received first.
+        # Corners take two steps: the columns sent second contain the rows received first.
         ((None, "a", "b"), (), (None, "a", "b"), some(4), some(8, all_reduce=1)),
         ((None, ("a", "b")), (), (None, ("a", "b")), some(2), some(4, all_reduce=1)),
         (("b", "a"), (), ("b", "a"), some(2), some(4, all_reduce=1)),
@@ -227,20 +227,20 @@ def test_together_with_other_axes(x, w, y, forward, backward, kind):
         assert_exact(actual, exact, str(x))
 
 
-# What XLA pads to the same share on every device: 13 = 4 + 4 + 4 + 1 rows.
+# XLA pads these to equal shares on every device, for example 13 = 4 + 4 + 4 + 1 rows.
 UNEVEN = [
     problem("same", (13, 3), 3, n=1, padding=1),
     problem("valid", (16, 3), 3, n=1),
     problem("strided", (15, 3), 3, n=1, stride=2, padding=1),
     problem("few_rows", (8, 3), 3, n=1, stride=3),  # 2 rows of y on 4 devices
-    # dx in shares of 5 rows: the windows of dy, 2 apart, begin differently on every device
+    # dx has shares of 5 rows: windows of dy, 2 apart, begin differently on every device.
     problem("odd_shares", (20, 3), 4, n=1, stride=2, padding=1),
 ]
 
 
 @pytest.mark.parametrize("p", UNEVEN, ids=lambda p: p.name)
 def test_extents_that_do_not_divide(p):
-    """Garbage beyond the end reaches nothing: a layer before makes some, with its bias."""
+    """Padding rows do not affect results. A preceding layer with a bias fills them with garbage."""
     arrays, _ = tensors(p)
     mesh = grid(shape=(4,), axes=("rows",))
     rows = NamedSharding(mesh, Spec(None, "rows"))
@@ -259,7 +259,7 @@ def test_extents_that_do_not_divide(p):
         assert_exact(actual, exact, p.name)
     found = collectives(compiled)
     assert found["collective-permute"] > 0 and found["all-reduce"] == 1
-    # The results y and dx, and no operand.
+    # The results y and dx are gathered, but no operand.
     assert found["all-gather"] <= 2
 
 
@@ -283,7 +283,7 @@ def test_second_order():
 
 
 def test_narrow_shares_are_gathered_and_the_work_is_split():
-    """Each device reads every row: one all-gather is as little as the permutes, and one step."""
+    """Each device reads every row. One all-gather moves as little as permutes, in one step."""
     p = problem("narrow", (8, 3), (15, 1), padding=((7, 7), (0, 0)))
     arrays, expected = tensors(p)
     mesh = grid(shape=(8,), axes=("rows",))
@@ -297,7 +297,7 @@ def test_narrow_shares_are_gathered_and_the_work_is_split():
 
 
 def test_the_weight_gradient_of_a_dilated_input_is_gathered():
-    """Where the zeros between the rows of x begin differently on every device."""
+    """The zeros between the rows of x begin differently on every device."""
     p = problem("dilated", (10, 3), 3, padding=1, lhs_dilation=(2, 1))  # 19 rows: shares of 10
     p = dataclasses.replace(p, lhs_dilation=(3, 1), spatial=(4, 3))  # 10 rows: shares of 5
     assert halo.plan(Op.WGRAD, p.spec(), 0, 2) is None
@@ -310,7 +310,7 @@ def test_the_weight_gradient_of_a_dilated_input_is_gathered():
 
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 def test_under_override(kind):
-    """lax's convolutions, with their gradients in lax's form, exchange rows as well."""
+    """lax's convolutions exchange rows as well, also in the gradients' forms."""
     p = problem("lax", (16, 3), 3, padding=((0, 1), (1, 1)), stride=2)
     arrays, expected = tensors(p)
     mesh = grid(getattr(jax.sharding.AxisType, kind), (4,), ("rows",))
@@ -326,7 +326,7 @@ def test_under_override(kind):
 
 
 def test_positions_that_an_explicit_mesh_cannot_split():
-    """A type has no uneven shares: refused, as by lax."""
+    """An explicit type cannot have uneven shares: refused, as by lax."""
     p = problem("valid", (16, 3), 3)
     arrays, _ = tensors(p)
     mesh = grid(jax.sharding.AxisType.Explicit, (4,), ("rows",))
@@ -337,7 +337,7 @@ def test_positions_that_an_explicit_mesh_cannot_split():
 
 
 def test_shard_map_stays_manual():
-    """Inside, an array is one device's: nothing is exchanged unless the user says so."""
+    """Inside shard_map an array belongs to one device, and nothing is exchanged."""
     p = problem("manual", (16, 3), (3, 1), padding=0)
     (x, w, _), _ = tensors(p)
     mesh = grid(shape=(4,), axes=("rows",))

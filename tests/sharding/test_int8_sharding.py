@@ -1,4 +1,4 @@
-"""Quantised convolutions on eight virtual CPU devices: nothing moves, however they are split."""
+"""Quantised convolutions on eight virtual CPU devices: most splits need no collective."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_jit_moves_nothing(split, kind, layout, of_image):
 
 @pytest.mark.parametrize("layout", ["NHWC", "NCHW32"])
 def test_shard_map_moves_nothing(layout):
-    """The filter is replicated, the batch split: operands of different varying types."""
+    """The filter is replicated and the batch split, so operands have different varying types."""
     x, w, given, expected = case()
     mesh = grid(shape=(DEVICES,), axes=("data",))
     *of, out = specs("data", None, layout, False)
@@ -185,7 +185,7 @@ def test_vmap_of_split_images():
 @pytest.mark.parametrize("layout", ["NHWC", "NCHW32"])
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 def test_split_positions_exchange_rows(kind, layout, stride):
-    """Rows over four devices and columns over two; residual and result stay where they are."""
+    """Rows over four devices and columns over two; residual and result are not moved."""
     p = problem("positions", (8, 4), 3, n=2, c=32, k=64, padding=1, stride=stride)
     x, w = operands(p, np.int8)
     given = terms(p, np.int8)

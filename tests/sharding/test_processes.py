@@ -1,4 +1,4 @@
-"""Several processes, one program: examples/cluster.py on two CPU processes, beside one process."""
+"""examples/cluster.py in two CPU processes, compared with one process."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def example():
 
 
 def test_two_processes_train_as_one(example, native_cpu, monkeypatch):
-    """Two devices of one process compute the same bits; one device sums in another order."""
+    """Two devices of one process give the same bits; one device sums in another order."""
     quick = jax.config.read("jax_disable_most_optimizations")
     monkeypatch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", str(int(quick)))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))
@@ -71,7 +71,7 @@ def test_differences_are_told(example):
     ids=["failure", "late"],
 )
 def test_no_process_is_left(example, tmp_path, second, seconds, reason):
-    """The one that waits for the other is ended when that fails, or when the time is over."""
+    """If a process fails or the time is over, the process that waits for it is ended."""
     alive = tmp_path / "alive"
     alive.touch()
     waits = f"while True: open({str(alive)!r}, 'a').write('.'); time.sleep(0.05)"

@@ -1,6 +1,6 @@
-"""Eight virtual CPU devices: shard_map with its type checks on, automatic and explicit sharding.
+"""Eight virtual CPU devices: shard_map with type checks, automatic and explicit sharding.
 
-What a program costs is read off its compiled text, as the number of each collective in it.
+The cost of a program is the number of each collective in its compiled text.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def test_forward_inside_shard_map(mesh, p):
 
 @pytest.mark.parametrize("p", CASES, ids=NAMES)
 def test_gradient_of_the_replicated_filter_taken_inside(mesh, p):
-    """The data-parallel step: shard_map's types make the sum over devices appear exactly once."""
+    """A data-parallel step: shard_map's types insert the sum over devices exactly once."""
     x, w, t, expected = tensors(p)
 
     def gradients(x, w, t):
@@ -93,12 +93,12 @@ def test_gradient_of_the_replicated_filter_taken_outside(mesh, p):
         check_vma=True,
     )
     step = jax.jit(jax.grad(mapped, argnums=(0, 1)))
-    # The sum of the filter's gradient. The loss itself is not needed, and so not summed.
+    # The filter's gradient is summed. The loss itself is not needed, so it is not.
     assert_gradients_with_one_sum(step, p, (x, w, t), expected)
 
 
 def test_second_derivative_inside_shard_map(mesh):
-    """dgrad and wgrad with operands of different varying types."""
+    """Operands of dgrad and wgrad have different varying types."""
     p = CASES[0]
     x, w, _, _ = tensors(p)
     v = np.random.default_rng(1).integers(-2, 3, w.shape).astype(np.float32)
@@ -118,7 +118,7 @@ def test_second_derivative_inside_shard_map(mesh):
 
 
 def test_filter_sharded_by_output_channels_inside_shard_map(mesh):
-    """Model parallel: the gradient of the replicated input is the one sum."""
+    """Model parallel: the only sum is that of the replicated input's gradient."""
     p = problem("wide", 6, 3, n=2, c=4, k=16, padding=1)
     x, w, t, expected = tensors(p)
 
@@ -139,7 +139,7 @@ def test_filter_sharded_by_output_channels_inside_shard_map(mesh):
 
 
 def test_vmap_with_a_mapped_mesh_axis(mesh):
-    """Per-example gradients of a sharded batch: nothing is summed over the devices."""
+    """Per-example gradients of a sharded batch need no sum over the devices."""
     p = problem("single", 6, 3, n=1, c=4, k=6, padding=1)
     rng = np.random.default_rng(0)
     x = rng.integers(-3, 4, (16, *p.canonical_shape("x"))).astype(np.float32)
@@ -183,9 +183,9 @@ SPLIT_PROBLEMS = [
 
 
 def sums(split) -> dict[str, dict[str, int]]:
-    """The collectives that the split costs: a sum where the factor is contracted."""
+    """The collectives that a split costs: a sum if the split factor is contracted."""
     forward = "c" in split
-    backward = ("k" in split) + ("n" in split)  # of dx, of dw
+    backward = ("k" in split) + ("n" in split)  # dx, and dw
     return {
         "forward": {"all-reduce": 1} if forward else {},
         "backward": {"all-reduce": backward} if backward else {},
@@ -195,7 +195,7 @@ def sums(split) -> dict[str, dict[str, int]]:
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 @pytest.mark.parametrize(("p", "split"), SPLIT_PROBLEMS)
 def test_jit_moves_nothing_but_sums(p, split, kind):
-    """Outputs and gradients are exact, their shardings follow the operands'."""
+    """Outputs and gradients are exact, and sharded like the operands."""
     *arrays, expected = tensors(p)
     mesh = grid(getattr(jax.sharding.AxisType, kind))
     with jax.set_mesh(mesh):
@@ -248,7 +248,7 @@ def test_shard_map_moves_nothing_but_sums(p, split):
 @pytest.mark.parametrize("count", [2, 8])
 @pytest.mark.parametrize("way", ["Auto", "Explicit", "shard_map"])
 def test_two_device_weight_gradient_is_summed_once(count, way):
-    """A lowering that leaves the sum to both the type system and the partitioner doubles it."""
+    """If both the type system and the partitioner summed, the gradient would double."""
     p, split = PROBLEMS["dense"], {"n": "data"}
     *arrays, expected = tensors(p)
     kind = jax.sharding.AxisType.Explicit if way == "Explicit" else jax.sharding.AxisType.Auto
@@ -262,14 +262,14 @@ def test_two_device_weight_gradient_is_summed_once(count, way):
 
 
 def summed_arrays(compiled) -> int:
-    """How many arrays the program's all-reduces sum; XLA may combine several in one."""
+    """The number of arrays that all-reduces sum; XLA may combine several in one."""
     results = re.findall(r"= (\([^=]*\)|\S+) all-reduce(?:-start)?\(", compiled.as_text())
     return sum(len(re.findall(r"\w+\[[\d,]*\]", result)) for result in results)
 
 
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 def test_two_layers_with_a_residual_sum_their_parameters_only(kind):
-    """Data parallel: one sum for each parameter and the loss, and no other collective."""
+    """Data parallel: one sum for each parameter and for the loss, and no other collective."""
     mesh = grid(getattr(jax.sharding.AxisType, kind), (DEVICES,), ("data",))
     rng = np.random.default_rng(0)
     x = rng.standard_normal((16, 5, 5, 4)).astype(np.float32)
@@ -297,7 +297,7 @@ def test_two_layers_with_a_residual_sum_their_parameters_only(kind):
 
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 def test_output_channels_of_one_layer_are_input_channels_of_the_next(kind):
-    """Model parallel in pairs: one sum of the second output, one of the first layer's gradient."""
+    """Pairs of model-parallel layers: one sum of the second output, one of the first gradient."""
     mesh = grid(getattr(jax.sharding.AxisType, kind))
     rng = np.random.default_rng(0)
     x, w0, w1 = (
@@ -369,7 +369,7 @@ def test_vmap_moves_nothing(kind, axes, x_spec, w_spec, per_example, groups):
 
 
 def test_vmap_of_a_split_batch_on_an_explicit_mesh():
-    """The mapped axis goes inside the batch, which is split."""
+    """vmap puts the mapped axis inside the batch axis, which is split."""
     x = np.random.default_rng(0).integers(-2, 3, (3, 8, 5, 5, 4)).astype(np.float32)
     w = np.ones((3, 3, 4, 8), np.float32)
     mapped = jax.jit(jax.vmap(jaxconv.conv, (0, None)))
@@ -393,7 +393,7 @@ def test_vmap_of_a_split_batch_on_an_explicit_mesh():
     ids=["xla", "complex64", "float64"],
 )
 def test_the_fallback_is_split_alike(name, dtype, algorithm, kind):
-    """XLA's own partitioning gathers the batch of a grouped convolution; here it never sees it."""
+    """XLA would gather the batch of a grouped convolution; the library partitions it instead."""
     p, split = PROBLEMS[name], {"n": "data"}
     with jax.enable_x64(True):
         *arrays, expected = tensors(p)
@@ -408,7 +408,7 @@ def test_the_fallback_is_split_alike(name, dtype, algorithm, kind):
 
 
 def test_extents_that_do_not_divide_stay_whole():
-    """Three channels over two devices, two groups over four: right, whatever it costs."""
+    """Three channels over two devices, two groups over four: results are right, at any cost."""
     for p in (
         problem("odd", 5, 3, n=8, c=3, k=5, padding=1),
         problem("few_groups", 5, 3, n=8, c=8, k=8, padding=1, groups=2),
@@ -425,7 +425,7 @@ def test_extents_that_do_not_divide_stay_whole():
             jax.device_put(a, NamedSharding(mesh, spec)) if a.shape[-1] == 8 else a
             for a in (arrays[0], arrays[2])
         )
-        # JAX 0.9 cannot say of a result that it is split over a part of a mesh axis.
+        # JAX 0.9 has no type for a result that is split over a part of a mesh axis.
         whole = NamedSharding(mesh, Spec())
         dx, dw = jax.jit(gradients(p), out_shardings=whole)(x, arrays[1], t)
         assert_exact(dx, expected["dx"], p.name)
@@ -438,12 +438,12 @@ def test_extents_that_do_not_divide_stay_whole():
 @pytest.mark.parametrize("remat", [False, True], ids=["", "remat"])
 @pytest.mark.parametrize("split", ["c", "k"])
 def test_a_loop_of_layers_moves_what_lax_moves(native_cpu, split, remat):
-    """The carry is split over channels, since it is both what a layer reads and what it gives."""
+    """The carry is split over channels, the axis that a layer both reads and writes."""
     mesh = grid(shape=(4,), axes=("a",))
     spec = Spec(None, None, None, *{"c": ("a", None), "k": (None, "a")}[split])
     rng = np.random.default_rng(0)
     x, w = (rng.standard_normal(s).astype(np.float32) for s in ((2, 6, 6, 8), (3, 3, 3, 8, 8)))
-    w *= 0.1  # tanh does not saturate
+    w *= 0.1  # so that tanh does not saturate
     operands = jax.device_put((w, x), (NamedSharding(mesh, spec), NamedSharding(mesh, Spec())))
 
     def step(layer):

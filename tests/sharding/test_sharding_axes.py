@@ -1,4 +1,4 @@
-"""Splits over several mesh axes in any order, in arrays of any layout, on meshes of mixed axes."""
+"""Splits over several mesh axes in any order, arrays of any layout, meshes of mixed axes."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def expected_of(way, x, w, t):
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("order", ["ab", "ba"])
 def test_rows_over_two_mesh_axes_in_either_order(order, way, kind):
-    """``lax.ppermute`` numbers devices in the mesh's order, ``lax.axis_index`` in the tuple's."""
+    """``lax.ppermute`` numbers devices in mesh order, ``lax.axis_index`` in the given order."""
     x, w, t = (integers(SAME, role) for role in "xwy")
     mesh = grid(getattr(AxisType, kind), (2, 4), ("a", "b"))
     rows = NamedSharding(mesh, P(None, tuple(order)))
@@ -84,7 +84,7 @@ def test_rows_over_two_mesh_axes_in_either_order(order, way, kind):
 
 @pytest.mark.parametrize("order", list(itertools.permutations("abc")))
 def test_permutes_and_indices_number_devices_alike(order):
-    """Every device receives the share before its own, of those in the order of the names."""
+    """Every device receives the share of its predecessor in the order of the names."""
     sizes = dict(a=2, b=2, c=2)
     mesh = grid(AxisType.Auto, (2, 2, 2), tuple("abc"))
 
@@ -109,7 +109,7 @@ LAYOUTS = ["".join(letters) for letters in itertools.permutations("NHWC")]
 
 
 def lowered(function, *shapes):
-    """Lowers for two devices, on which all arrays are replicated: Shardy checks the rules."""
+    """Lowers for two devices with replicated arrays: Shardy checks the rules."""
     whole = NamedSharding(grid(AxisType.Auto, (2,), ("a",)), P())
     arguments = (jax.ShapeDtypeStruct(s, np.float32, sharding=whole) for s in shapes)
     return jax.jit(function).lower(*arguments)
@@ -193,7 +193,7 @@ def test_a_rule_names_factors_in_the_order_of_their_first_appearance():
 @pytest.mark.parametrize("held", ["first", "last", "last and first"])
 @pytest.mark.parametrize("way", ["conv", "fuse"])
 def test_automatic_axes_around_a_manual_one(manual, held, way):
-    """XLA numbers their devices in the order in which a result is split."""
+    """XLA numbers the devices of automatic axes in the order of a result's split."""
     x, w, t = (integers(SAME, role) for role in "xwy")
     mesh = grid(AxisType.Auto, (2, 2, 2), tuple("abc"))
     first, last = sorted(set("abc") - {manual})
@@ -214,7 +214,7 @@ def test_automatic_axes_around_a_manual_one(manual, held, way):
 
 
 def test_a_sum_in_16_bits_beside_an_automatic_axis():
-    """XLA:CPU ends the process over one in bfloat16."""
+    """XLA:CPU aborts on a bfloat16 sum there."""
     x, w, t = (integers(SAME, role).astype("bfloat16") for role in "xwy")
     mesh = jax.make_mesh(
         (2, 2), ("a", "b"), (AxisType.Explicit, AxisType.Auto), devices=jax.devices("cpu")[:4]
@@ -230,7 +230,7 @@ def test_the_order_of_automatic_axes_is_read_off_their_numbers():
     among = Arrangement(((2, False), (3, True), (4, False)))
     (layout,) = among.layouts()
     assert layout.split.axis_names == ("d0_0", "d2_0", "d2_1")
-    numbers = np.arange(8).reshape(2, 2, 2).transpose(1, 2, 0)  # by the outer part of the 4 first
+    numbers = np.arange(8).reshape(2, 2, 2).transpose(1, 2, 0)  # axis 2's outer part comes first
     (layout,) = Arrangement(among.axes, tuple(numbers.ravel().tolist())).layouts()
     assert layout.split.axis_names == ("d2_1", "d0_0", "d2_0")
     assert layout.whole.axis_names == ("d0_0", "d1_0", "d2_0", "d2_1")
@@ -241,7 +241,7 @@ def test_the_order_of_automatic_axes_is_read_off_their_numbers():
 
 
 def test_a_weight_gradient_of_rows_on_an_explicit_mesh():
-    """Its filter is dy, split along the window: XLA's own program gives wrong numbers for it."""
+    """Its filter is dy, split along the window; XLA's own program gives wrong numbers."""
     numbers = ("CHWN", "IHWO", "WHNC")
     p = problem("rows", (4, 6), (3, 1), n=2, c=3, k=3, padding=((1, 1), (0, 0)))
     x, w, t = (integers(p, role) for role in "xwy")
@@ -260,7 +260,7 @@ def test_a_weight_gradient_of_rows_on_an_explicit_mesh():
 
 @pytest.mark.parametrize("layout", ["NHWC", "HWCN", "CHWN"])
 def test_rows_of_images_in_any_layout_cost_two_permutes(layout):
-    """A forward pass whose channels come before its images has the axes of a weight gradient."""
+    """If channels come before images, a forward pass has the axis order of a weight gradient."""
     mesh = grid(AxisType.Auto, (2,), ("a",))
     rows = NamedSharding(mesh, P(*("a" if letter == "H" else None for letter in layout)))
     to = ["NHWC".index(letter) for letter in layout]
@@ -274,7 +274,7 @@ def test_rows_of_images_in_any_layout_cost_two_permutes(layout):
 
 
 def test_a_strided_data_gradient_is_sent_only_what_it_reads():
-    """Device 1 of two begins at row 8; that its sums begin at row 6 is no reason to send."""
+    """Device 1 of two has rows from 8 on. Its sums begin at row 6, but it needs no other rows."""
     p = problem("strided", (16,), 3, stride=3, padding=1, n=1, c=1, k=1)
     plan = halo.plan(Op.DGRAD, p.spec(), 0, 2)
     assert plan is not None and any(plan.skip)

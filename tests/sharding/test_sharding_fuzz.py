@@ -1,4 +1,4 @@
-"""A slice of ``sharding_fuzz``, and that its judgement can fail."""
+"""Some cases of ``sharding_fuzz``, and errors that its judgement must find."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_a_wrong_number_is_seen(native_cpu, monkeypatch, form):
     )
     monkeypatch.setattr(sharding_cases, "program", off_by_one)
     (judgement,) = judge(0, [index])
-    largest = 255 if form == "quantised" else 1  # 127 and one are -128 in 8 bits
+    largest = 255 if form == "quantised" else 1  # 127 + 1 is -128 in 8 bits
     assert f"wrong, by up to {largest}" in judgement.failure
     assert judgement.failure.startswith(f"--seed 0 --problem {index}: {form}")
 

@@ -1,4 +1,4 @@
-"""Sharding on meshes that a lowering learns of late or not at all, and on explicit ones."""
+"""Meshes that the lowering gets late or not at all; explicit meshes; the choice of splits."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_a_constraint_is_the_only_thing_that_shards(mesh):
 
 @pytest.mark.parametrize("axis", ["data", "model"])
 def test_six_devices(axis):
-    """The mesh is rebuilt from prime factors, in the order that the shardings need."""
+    """The mesh is reconstructed from prime factors, in the order that the shardings need."""
     for shape in ((2, 3), (3, 2)):
         mesh = grid(shape=shape)
         p, split = problem("six", 5, 3, n=6, c=4, k=6, padding=1), {"n": axis}
@@ -79,7 +79,7 @@ def test_two_meshes_in_one_program():
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 @pytest.mark.parametrize("manual", AXES)
 def test_shard_map_over_one_axis_and_jit_over_the_other(manual, kind):
-    """Two sums of the weight gradient: one that the types ask for, one that the split costs."""
+    """Two sums of the weight gradient: one for shard_map's types, one for the split batch."""
     p = PROBLEMS["dense"]
     *arrays, expected = tensors(p)
     mesh = grid(getattr(jax.sharding.AxisType, kind))
@@ -101,7 +101,7 @@ def test_shard_map_over_one_axis_and_jit_over_the_other(manual, kind):
     assert_exact(dw, expected["dw"], p.name)
     found = collectives(compiled)
     assert found["all-reduce"] == 2
-    if kind == "Auto":  # JAX itself gathers at the border of a partly manual, explicit region
+    if kind == "Auto":  # JAX itself gathers around a partly manual, explicit region
         assert set(found) == {"all-reduce"}
 
 
@@ -179,7 +179,7 @@ def test_the_partitioner_before_shardy(mesh):
     ],
 )
 def test_explicit_shardings_that_are_refused(groups, x_spec, w_spec, message):
-    """JAX's rule for explicit meshes: nothing is moved without being asked for."""
+    """JAX's rule for explicit meshes: no data moves unless the program asks for it."""
     mesh = grid(jax.sharding.AxisType.Explicit)
     with jax.set_mesh(mesh):
         x = jax.device_put(np.ones((8, 6, 6, 8), np.float32), NamedSharding(mesh, x_spec))
@@ -212,7 +212,7 @@ def test_explicit_shardings_that_vmap_refuses(groups, x_spec, w_spec, message):
 
 
 def test_a_filter_split_like_the_batch_is_gathered_and_its_gradient_split():
-    """Fully sharded data parallel: the filter travels, the activations stay."""
+    """Fully sharded data parallel: filters are gathered, activations are not."""
     p = PROBLEMS["dense"]
     *arrays, expected = tensors(p)
     mesh = grid(jax.sharding.AxisType.Explicit)
@@ -258,7 +258,7 @@ def test_out_sharding_elsewhere_does_what_lax_does(mesh):
 
 
 def of_problem(name: str, op: Op, **extents: int) -> list[partition.Tensor]:
-    """Both operands and the result of a problem, perhaps of other extents."""
+    """Both operands and the result of a problem, with extents replaced by ``extents``."""
     p = PROBLEMS[name]
     spec = p.spec()
     sizes = spec.sizes(op, *(p.canonical_shape(role) for role in op.roles[:2]))
@@ -284,11 +284,11 @@ def test_every_factor_is_free_in_two_operations_and_contracted_in_one():
 @pytest.mark.parametrize(
     ("op", "lhs", "rhs", "out", "expected"),
     [
-        # A mesh axis serves one factor: batch before the filter's channels, which are gathered.
+        # A mesh axis splits one factor: the batch, rather than the filter's channels.
         (Op.FPROP, {"n": "a"}, {"c": "a"}, None, {"n": ("a",)}),
         (Op.FPROP, {"n": "a"}, {"k": "a"}, None, {"n": ("a",)}),
-        # Between channels, what the devices receive: gathering x costs as much as scattering the
-        # sum, and w stays where it is by one of both; a sum that is not scattered costs twice.
+        # Between c and k, the received bytes decide. Gathering x costs as much as scattering the
+        # sum, but one of the two also leaves w in place; a sum that is not scattered costs twice.
         (Op.FPROP, {"c": "a"}, {"k": "a"}, {"k": "a"}, {"k": ("a",)}),
         (Op.FPROP, {"c": "a"}, {"c": "a"}, {"k": "a"}, {"c": ("a",)}),
         (Op.FPROP, {"c": "a"}, {"c": "a"}, {}, {"c": ("a",)}),
@@ -296,7 +296,7 @@ def test_every_factor_is_free_in_two_operations_and_contracted_in_one():
         (Op.DGRAD, {"k": "a"}, {"c": "a"}, {"c": "a"}, {"c": ("a",)}),
         (Op.FPROP, {}, {"c": "a"}, {"k": "a"}, {"k": ("a",)}),
         (Op.FPROP, {"c": "a"}, {"k": "a"}, None, {"k": ("a",)}),
-        # The finer split; what does not divide is left out.
+        # The finer split wins; axes that do not divide are left out.
         (Op.FPROP, {"n": "a"}, {}, {"n": "ab"}, {"n": ("a", "b")}),
         (Op.FPROP, {"n": "ab", "c": "d"}, {}, None, {"n": ("a", "b")}),
         (Op.WGRAD, {"n": "a"}, {"n": "b"}, {"k": "b"}, {"n": ("a",), "k": ("b",)}),
@@ -323,7 +323,7 @@ def _explicit(count: int):
 
 
 def test_more_devices_than_groups_of_the_batch():
-    """The mesh axes that do not divide the groups are gathered."""
+    """Mesh axes that do not divide the groups are gathered."""
     x = np.arange(8 * 4 * 4 * 2, dtype=np.float32).reshape(8, 4, 4, 2) % 5
     w = np.arange(3 * 3 * 2 * 4, dtype=np.float32).reshape(3, 3, 2, 4) % 3
     layer = functools.partial(

@@ -1,7 +1,6 @@
-"""Passes over arrays that devices share: values, collectives, and the calls of each device.
+"""Passes over sharded arrays: values, collectives, and the calls of each device.
 
-Eight virtual CPU devices, on which a device computes by operations of JAX what it computes by calls
-on GPUs.
+The devices are eight virtual CPU devices, which run JAX operations in place of calls.
 """
 
 from __future__ import annotations
@@ -43,10 +42,10 @@ class Case:
     """A call of a pass.
 
     Attributes:
-        function: of the arrays.
-        operands: their kinds: an array "y", a vector of channels "c", one for each example or each
-            pair of them "n" and "h", bits "b", a pooled array "p", places "q".
-        sums: whether sums over positions are a result, and for how many segments.
+        function: a function of the arrays.
+        operands: their kinds: an array "y", a vector of channels "c", one for each example "n" or
+            each pair of examples "h", bits "b", a pooled array "p", places "q".
+        sums: the number of segments over whose positions the results are sums; 0 without sums.
         windows: whether windows read the spatial axes.
     """
 
@@ -139,7 +138,7 @@ def placed(case: Case, mesh: Mesh, split: dict) -> list[jax.Array]:
 
 
 def expected_collectives(case: Case, split: dict) -> dict[str, int]:
-    """One sum over devices, where positions are split of which there are sums."""
+    """One sum over devices if positions are split and the results contain sums over them."""
     summed = "s" in split or ("n" in split and case.sums == 1)
     return {"all-reduce": 1} if case.sums and summed else {}
 
@@ -172,16 +171,16 @@ def test_values_and_collectives(name, split, kind):
         results = compiled(*operands)
     assert_same(results, expected)
     moved = collectives(compiled)
-    if case.windows and "s" in axes:  # all rows go to every device
+    if case.windows and "s" in axes:  # every device gets all rows
         assert set(moved) <= {"all-gather", "all-to-all"}
-    elif not (case.sums == 4 and axes.get("n") == AXES):  # pairs of examples stay together
+    elif not (case.sums == 4 and axes.get("n") == AXES):  # pairs of examples are not split
         assert moved == expected_collectives(case, axes)
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 @pytest.mark.parametrize("name", CASES)
 def test_results_stay_split(name, kind):
-    """Nothing is gathered: what has a dimension that is split is split."""
+    """Nothing is gathered: results with a split dimension are split."""
     case, mesh = CASES[name], grid(kind)
     with jax.set_mesh(mesh):
         operands = placed(case, mesh, dict(n="data", c="model"))
@@ -197,7 +196,7 @@ def test_results_stay_split(name, kind):
 
 @pytest.mark.parametrize("name", CASES)
 def test_uneven_shares(name):
-    """Devices that cannot share an axis evenly all have all of it."""
+    """An axis that devices cannot share evenly is whole on every device."""
     case, mesh = CASES[name], grid(shape=(3,), axes=("d",))
     operands = drawn(case.operands)
 
@@ -213,7 +212,7 @@ def test_uneven_shares(name):
 
 
 def lowered_on_each(case: Case, axes: dict, devices: Sequence[jax.Device]) -> str:
-    """The program of each device for CUDA, as XLA's partitioner gets it."""
+    """The program of each device for CUDA, in the form that XLA's partitioner gets."""
     mesh = Mesh(np.reshape(devices, GRID), AXES)
     found = []
 
@@ -249,7 +248,7 @@ class _FoundError(Exception):
 
 @pytest.fixture
 def cuda_kernels(request, monkeypatch):
-    """The CUDA library where it is there, else its calls alone."""
+    """The CUDA library, or a substitute with only its calls."""
     monkeypatch.setenv("JAXCONV_TARGET", "sm_90a")
     if isinstance(native.load("cuda"), native.Refusal):
         request.getfixturevalue("cuda_calls")
@@ -327,7 +326,7 @@ TRAINED = {
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 @pytest.mark.parametrize("split", TRAINED)
 def test_training_step(split, kind, for_a_gpu_on_the_cpu):
-    """As on one device, and with no more sums over devices than lax's own program has."""
+    """The same as on one device, with no more sums over devices than in lax's program."""
     if kind == AxisType.Explicit and split != "batch":
         pytest.skip("lax's pooling refuses it")
     rng = np.random.default_rng(1)

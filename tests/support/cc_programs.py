@@ -1,4 +1,4 @@
-"""C++ programs of ``tests/cc``, compiled with the sources that their includes lead to."""
+"""Compiles C++ programs of ``tests/cc`` with the sources that their includes lead to."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ INCLUDE = re.compile(r'^\s*#include "([^"]+)"', re.MULTILINE)
 
 
 def sources(program: pathlib.Path) -> list[pathlib.Path]:
-    """The program and, transitively, the sources beside every header of ours that it includes."""
+    """The program and, transitively, the sources that belong to the project headers included."""
     found, pending = [], [program]
     seen = set()
     while pending:
@@ -47,7 +47,7 @@ def package_file(package: str, wanted) -> pathlib.Path | None:
 
 
 def onednn_flags() -> tuple[list[str], list[str]]:
-    """Compiler flags and linker flags of oneDNN; skips where its headers are not installed."""
+    """Compiler flags and linker flags of oneDNN; skips if its headers are not installed."""
     header = package_file(
         "onednn-devel-cpu-gomp", lambda f: f.name == "dnnl.h" and f.parent.name == "include"
     )
@@ -61,7 +61,7 @@ def onednn_flags() -> tuple[list[str], list[str]]:
 
 
 def compiled(compiler: str, flags: list[str], source: pathlib.Path, objects: pathlib.Path):
-    """The object file of a source, made once for all programs (and workers) of a session."""
+    """The object file of a source, compiled once for all programs and workers of a session."""
     target = objects / f"{source.relative_to(TESTS.parent).as_posix().replace('/', '_')}.o"
     if target.exists():
         return target
@@ -74,7 +74,7 @@ def compiled(compiler: str, flags: list[str], source: pathlib.Path, objects: pat
 
 
 def cpp_compiler() -> str:
-    """The C++ compiler; skips where there is none."""
+    """The C++ compiler; skips if there is none."""
     found = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
     if found is None:
         pytest.skip("no C++ compiler: none of c++, g++ and clang++ is on PATH")
@@ -82,7 +82,7 @@ def cpp_compiler() -> str:
 
 
 def built(program: pathlib.Path, objects: pathlib.Path, binary: pathlib.Path) -> pathlib.Path:
-    """The program, linked as ``binary`` of objects in the folder ``objects``."""
+    """Links the program as ``binary``, from objects in the folder ``objects``."""
     files = sources(program)
     compile_flags, link_flags = [], ["-pthread"]
     if any(file.is_relative_to(CC / "cpu") for file in files):

@@ -1,4 +1,4 @@
-"""The fused epilogue by its definition, in float64, and terms on which it is exact in float32."""
+"""The definition of the fused epilogue in float64, and terms on which it is exact in float32."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ erfc = np.vectorize(math.erfc)
 
 
 def activated(activation: str | tuple[str, float] | None, t: np.ndarray) -> np.ndarray:
-    """The activation of t; leaky_relu with its slope."""
+    """The activation of t; leaky_relu comes with its slope."""
     if isinstance(activation, tuple):
         return np.where(t < 0, activation[1] * t, t)
     cubic = math.sqrt(8 / math.pi) * (t + 0.044715 * t**3)
@@ -32,7 +32,7 @@ def activated(activation: str | tuple[str, float] | None, t: np.ndarray) -> np.n
 
 
 def before_activation(sums: np.ndarray, terms: dict[str, np.ndarray]) -> np.ndarray:
-    """t: the sums with the terms that there are of scale, bias and residual."""
+    """The activation's argument t: the sums with those of scale, bias and residual that exist."""
     t = sums.astype(np.float64) * terms.get("scale", 1.0)
     for name in ("bias", "residual"):
         t = t + terms[name].astype(np.float64) if name in terms else t
@@ -40,9 +40,10 @@ def before_activation(sums: np.ndarray, terms: dict[str, np.ndarray]) -> np.ndar
 
 
 def exact_terms(p: Problem, form: Epilogue, dtype: str, seed: object) -> dict[str, np.ndarray]:
-    """Canonical operands after x and w, in the order of the call.
+    """The operands after x and w in canonical layout, in the order of the call.
 
-    Scales are powers of two and the other terms multiples of a quarter: t is exact in float32.
+    Scales are powers of two and the other terms multiples of a quarter, so that t is exact in
+    float32.
     """
     rng = np.random.default_rng(seed)
     drawn = {
@@ -54,7 +55,7 @@ def exact_terms(p: Problem, form: Epilogue, dtype: str, seed: object) -> dict[st
 
 
 def results(form: Epilogue, terms: dict[str, np.ndarray], sums: np.ndarray) -> list[np.ndarray]:
-    """y and, where it is asked for, t ("pre"), in float64."""
+    """y and, if the epilogue stores it, t ("pre"), in float64."""
     t = before_activation(sums, terms)
     leaky = form.activation == "leaky_relu"
     y = activated(("leaky_relu", form.slope) if leaky else form.activation, t)
@@ -62,5 +63,5 @@ def results(form: Epilogue, terms: dict[str, np.ndarray], sums: np.ndarray) -> l
 
 
 def rounded(exact: np.ndarray, dtype: str) -> np.ndarray:
-    """As a kernel rounds its float32 result."""
+    """Rounds to ``dtype`` through float32, as a kernel does."""
     return exact.astype(np.float32).astype(DTYPES[dtype][1])

@@ -1,6 +1,6 @@
-"""Runs a kernel that is demanded by name on every problem that it accepts.
+"""Runs a kernel, forced by name, on every problem that it accepts.
 
-What is called, and what is right, the tests of plain, fused and 8-bit kernels say.
+The tests of plain, fused and 8-bit kernels supply the calls and their expected results.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from problems import Problem
 from jaxconv._src.library import native
 from jaxconv._src.problem.spec import Op
 
-# A function, its operands, and what says what is wrong with the results of its runs.
+# A function, its operands, and a function that returns complaints about the results of its runs.
 Prepared = tuple[Callable, Sequence, Callable[..., Iterable[str]]]
 
-# A kernel that takes fewer problems than this would pass by refusing.
+# A kernel that accepts fewer problems fails: it could otherwise pass by refusing them.
 LEAST_ACCEPTED = 4
 
 
 def wrong_results(calls: Sequence[Callable[[], Prepared]], runs: int = 1) -> list[str]:
-    """What is wrong with the results of calls; ``TOGETHER`` of them are one program.
+    """Complaints about the results of calls; each program consists of ``TOGETHER`` calls.
 
-    The results begin as NaN in each of the ``runs``.
+    Results are filled with NaN before each of the ``runs``.
     """
     found: list[str] = []
     for at in range(0, len(calls), TOGETHER):
@@ -42,7 +42,7 @@ def wrong_results(calls: Sequence[Callable[[], Prepared]], runs: int = 1) -> lis
 
 
 class Forced:
-    """The calls of one kernel that is demanded by name."""
+    """The calls of one kernel, forced by name."""
 
     def __init__(self, platform: str, instance: str):
         self.instance = instance
@@ -51,7 +51,7 @@ class Forced:
         self.failures: list[str] = []
 
     def takes(self, chosen: native.Selection, line: str) -> bool:
-        """Whether the kernel takes a problem; it must say why not, and no other may come."""
+        """Whether the kernel takes a problem. If not, it must say why; no other may be chosen."""
         if chosen.instance is None:
             if not chosen.refusals or not all(r.reason.strip() for r in chosen.refusals):
                 self.failures.append(f"{line}\n  refused without a reason: {chosen.refusals}")
@@ -60,7 +60,7 @@ class Forced:
         return chosen.instance == self.instance
 
     def check(self, least: int = LEAST_ACCEPTED) -> None:
-        """Runs the calls; fails where a result or a refusal is wrong, or the calls are few."""
+        """Runs the calls; fails if a result or a refusal is wrong, or if there are few calls."""
         with jax.default_device(self.device):
             self.failures += wrong_results(self.calls)
         assert not self.failures, "\n".join(self.failures)
@@ -70,13 +70,13 @@ class Forced:
 def operation_call(
     op: Op, problem: Problem, dtype: str, layout: str, repro: str, *, seed: int = 0, **options: Any
 ) -> Prepared:
-    """An operation on integers whose sums are representable: every order gives the same bits.
+    """An operation on integers whose sums are exact in any order: results have the same bits.
 
     Args:
-        op, problem, dtype, layout: what is computed.
-        repro: what a report begins with.
-        seed: of the operands.
-        options: of the problem's spec.
+        op, problem, dtype, layout: the operation.
+        repro: the beginning of a report.
+        seed: the seed of the operands.
+        options: options of the problem's spec.
     """
     *sides, expected = exact_operands(op, problem, dtype, seed=seed)
     roles = op.roles[:2]

@@ -13,7 +13,7 @@ from problems import Problem, xla_aborts
 
 @dataclasses.dataclass
 class Call:
-    """One call of ``conv_general_dilated``, in its own terms and as a ``Problem``."""
+    """One call of ``conv_general_dilated``: its arguments, and the equivalent ``Problem``."""
 
     seed: int
     index: int
@@ -22,7 +22,7 @@ class Call:
     problem: Problem  # the same convolution in canonical sizes; batch groups are its batch
     numbers: lax.ConvDimensionNumbers
     whole: bool  # small integers, on which every order of summation gives the same bits
-    broken: str = ""  # what makes the call invalid
+    broken: str = ""  # the reason why the call is invalid
     lhs_shape: tuple[int, ...] = dataclasses.field(init=False)
     rhs_shape: tuple[int, ...] = dataclasses.field(init=False)
 
@@ -34,7 +34,7 @@ class Call:
 
     @property
     def rng(self) -> np.random.Generator:
-        """For the data, apart from the generator that the parameters came from."""
+        """A generator for the data, separate from that of the parameters."""
         return np.random.default_rng([self.seed, self.index, 1])
 
     @property
@@ -43,7 +43,7 @@ class Call:
         return np.dtype(self.dtype if preferred is None else preferred)
 
     def line(self) -> str:
-        """The repro: what to run, and the call itself."""
+        """The repro: the command to run, and the call itself."""
         parameters = "".join(f", {name}={value}" for name, value in self.parameters.items())
         data = "integers" if self.whole else "normal"
         return (
@@ -63,7 +63,7 @@ class Call:
         return in_order(self.numbers.out_spec, (p.n, groups * p.k, *p.out_spatial))
 
     def to_canonical(self, role: str, array: np.ndarray) -> np.ndarray:
-        """The array with its axes in ``Problem``'s order, batch groups on an axis of their own."""
+        """The array with its axes in ``Problem``'s order; batch groups become a separate axis."""
         spec = {
             "x": self.numbers.lhs_spec,
             "w": self.numbers.rhs_spec,
@@ -86,7 +86,7 @@ class Call:
 
 
 def in_order(spec: tuple[int, ...], values: tuple) -> tuple:
-    """Values given as (batch or output, feature or input, *spatial), in the array's order."""
+    """Reorders values from (batch or output, feature or input, *spatial) to the array's axes."""
     found = [None] * len(values)
     for axis, value in zip(spec, values, strict=True):
         found[axis] = value
@@ -94,7 +94,7 @@ def in_order(spec: tuple[int, ...], values: tuple) -> tuple:
 
 
 def _same_padding(extent: int, window: int, stride: int, dilation: int, lower: bool):
-    """The padding with which ceil(extent / stride) windows fit; the odd one goes to one side."""
+    """The padding with which ceil(extent / stride) windows fit; if ``lower``, an odd one first."""
     reach = (window - 1) * dilation + 1 if window else 0
     total = max(0, (-(-extent // stride) - 1) * stride + reach - extent)
     half, rest = divmod(total, 2)
@@ -102,7 +102,7 @@ def _same_padding(extent: int, window: int, stride: int, dilation: int, lower: b
 
 
 def _draw_padding(draw: Draw, p: Problem):
-    """(the parameter, the pairs it stands for)."""
+    """(the parameter, the equivalent pairs)."""
     if set(p.lhs_dilation) <= {1} and draw.chance(0.5):
         name = draw.one_of("SAME", "SAME_LOWER", "VALID")
         pairs = ((0, 0),) * p.rank
@@ -116,13 +116,13 @@ def _draw_padding(draw: Draw, p: Problem):
 
 
 def _crops_too_much(p: Problem) -> bool:
-    """Whether lax refuses the padding; ``_break`` has such calls."""
+    """Whether lax refuses the padding as too negative; only ``_break`` makes such calls."""
     axes = zip(p.spatial, p.lhs_dilation, p.padding, strict=True)
     return any((e - 1) * d + 1 + lo + hi < 0 if e else lo + hi < 0 for e, d, (lo, hi) in axes)
 
 
 def _emptied(draw: Draw, p: Problem) -> Problem:
-    """The problem with an extent of zero, mostly."""
+    """The problem, usually with one extent of zero."""
     sizes = [p.n, p.c, p.k, *p.spatial, *p.window]
     if draw.chance(0.7):
         sizes[draw.integer(0, len(sizes) - 1)] = 0
@@ -132,7 +132,7 @@ def _emptied(draw: Draw, p: Problem) -> Problem:
 
 
 def draw_numbers(draw: Draw, rank: int):
-    """(the parameter, the axes it stands for)."""
+    """(the parameter, the equivalent axes)."""
     common = lax.ConvDimensionNumbers(*(tuple(range(rank + 2)),) * 3)
     form = draw.one_of("none", "strings", "strings", "strings", "usual", "object")
     if form == "none":
@@ -144,7 +144,7 @@ def draw_numbers(draw: Draw, rank: int):
     numbers = lax.ConvDimensionNumbers(*axes)
     if form == "object":
         return numbers, numbers
-    # Letters name the axes; strides and the like follow their order in the filter's string.
+    # Letters name the axes. Strides and the like have the order of the filter's letters.
     output, feature, *window = numbers.rhs_spec
     numbers = numbers._replace(rhs_spec=(output, feature, *sorted(window)))
     letters = draw.one_of("DHW"[3 - rank :], "XYZ"[:rank], "012"[:rank])
@@ -177,7 +177,7 @@ PREFERRED = {
 
 
 def draw_call(seed: int, index: int) -> Call:
-    """The call of conv_general_dilated with this number; some of them lax refuses."""
+    """The call of (seed, index); lax refuses some of them."""
     draw = Draw(seed, index)
     dtype = np.dtype(
         draw.one_of(*(np.float32,) * 4, *(jnp.bfloat16,) * 3, *(np.float16,) * 2, *(np.int8,) * 2)
@@ -191,8 +191,8 @@ def draw_call(seed: int, index: int) -> Call:
         if may_be_empty:
             drawn = _emptied(draw, drawn)
         padding, pairs = _draw_padding(draw, drawn)
-        # Nothing dilated is nothing: extents of 0 count as undilated, where Problem has
-        # (extent - 1) * dilation + 1.
+        # Dilation leaves an extent of 0 at 0, but Problem computes (extent - 1) * dilation + 1:
+        # such extents count as undilated.
         undilated = {
             name: tuple(d if e else 1 for d, e in zip(dilations, extents, strict=True))
             for name, dilations, extents in (
@@ -239,7 +239,7 @@ def draw_call(seed: int, index: int) -> Call:
 
 
 def _break(call: Call, draw: Draw) -> None:
-    """Makes one parameter wrong. Nothing here is an abbreviation that only this library takes."""
+    """Makes one parameter invalid for lax, but not by a form that only this library accepts."""
     p, rank = call.parameters, len(call.lhs_shape) - 2
 
     def resize(shape, axis, by):

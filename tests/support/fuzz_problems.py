@@ -1,4 +1,4 @@
-"""Random problems, of all fuzzes."""
+"""Random problems for all fuzzes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from problems import Problem
 
 
 class Draw:
-    """A generator of the plain Python values that problems and parameters are made of."""
+    """Draws plain Python values for problems and parameters."""
 
     def __init__(self, *seed: int):
         self.rng = np.random.default_rng(seed)
@@ -41,17 +41,17 @@ class Draw:
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """What problems a fuzz draws.
+    """The problems that a fuzz draws.
 
     Attributes:
-        ranks: numbers of spatial axes, each as often as it stands here.
+        ranks: numbers of spatial axes; repetitions are weights.
         windows: the widest filter, by rank.
-        extents: the largest extents, by rank, of which a problem has one.
-        channels: of all groups together, about, at most; a quarter of it where pixels are many.
-        units: channels are a few times one of these, which kernels align to.
-        odd_units: or of these.
-        odd: the share of the latter.
-        forms: shares of dense and depthwise problems, of groups, and of batches of problems.
+        extents: the possible largest extents, by rank.
+        channels: about the most channels of all groups; a quarter of it with many pixels.
+        units: channels are usually a small multiple of one of these, to which kernels align.
+        odd_units: otherwise they are a small multiple of one of these.
+        odd: the share of problems with odd_units.
+        forms: shares of dense, depthwise, grouped and batched problems.
     """
 
     ranks: tuple[int, ...]
@@ -64,7 +64,7 @@ class Limits:
     forms: Mapping[str, float]
 
 
-# Calls of lax's function, which has no groups of a batch of problems.
+# For lax's function, which has no groups of batched problems.
 CALLS = Limits(
     ranks=(0, *(1,) * 6, *(2,) * 8, *(3,) * 5),
     windows={0: 1, 1: 7, 2: 4, 3: 3},
@@ -83,7 +83,7 @@ _FORMS = {
     "batched": 0.1,
     "batched groups": 0.05,
 }
-# Primitives on a CPU.
+# For primitives on a CPU.
 SMALL = Limits(
     ranks=(1, 2, 2, 2, 3),
     windows={1: 5, 2: 5, 3: 5},
@@ -94,7 +94,7 @@ SMALL = Limits(
     odd=0.6,
     forms=_FORMS,
 )
-# Any form, on a GPU.
+# For any form on a GPU.
 WIDE = Limits(
     ranks=(1, 2, 2, 2, 3),
     windows={1: 9, 2: 5, 3: 3},
@@ -110,7 +110,7 @@ _PADDINGS = {"none": 0.2, "same": 0.25, "any": 0.15, "wide": 0.2, "cropping": 0.
 
 
 def draw_problem(draw: Draw, name: str, limits: Limits, pixels: int = 0) -> Problem:
-    """A problem, which need not have outputs; with ``pixels``, of about so many outputs or more."""
+    """A problem, perhaps without outputs; with ``pixels``, one of about so many outputs or more."""
     rank = draw.one_of(*limits.ranks)
     ones = (1,) * rank
     window = ones if draw.chance(0.25) else draw.integers(1, limits.windows[rank], rank)
@@ -120,7 +120,7 @@ def draw_problem(draw: Draw, name: str, limits: Limits, pixels: int = 0) -> Prob
     form = draw.by_share(limits.forms)
     batch = draw.integer(2, 4) if "batched" in form else None
     groups = draw.one_of(2, 3, 4, 8) if "groups" in form else 1
-    if form == "depthwise" and draw.chance(0.5):  # filters that networks have, and long ones
+    if form == "depthwise" and draw.chance(0.5):  # filters of networks, and long ones
         length = draw.one_of(3, 5, 7, 9, 13, 31)
         longest = {0: 1, 1: 31, 2: 31, 3: 3}[rank]
         window = (min(length, longest),) * rank
@@ -135,7 +135,7 @@ def draw_problem(draw: Draw, name: str, limits: Limits, pixels: int = 0) -> Prob
         width = draw.one_of(*(w for w in (2, 4, 8, 16, 32) if 2 * w <= limits.channels))
         groups = draw.integer(2, max(2, min(16, limits.channels // width)))
         c = k = groups * width
-    elif groups == 1 and draw.chance(0.2):  # an image
+    elif groups == 1 and draw.chance(0.2):  # channels of an image
         c = draw.integer(1, 4)
     if pixels:
         n = draw.one_of(1, 3, 8, 32)
@@ -186,7 +186,7 @@ def _padding(draw: Draw, window: tuple[int, ...], dilation: tuple[int, ...]):
 
 
 def with_long_sums(draw: Draw, p: Problem) -> Problem:
-    """The problem with so many channels that float32 does not hold sums of 8-bit extremes."""
+    """The problem with so many channels that float32 cannot hold sums of 8-bit extremes exactly."""
     groups = min(p.groups, 2)
     c = LONG_SUM // max(1, math.prod(p.window)) + draw.integer(1, 40)
     return dataclasses.replace(p, groups=groups, c=groups * c, k=groups * draw.integer(1, 9))

@@ -36,7 +36,7 @@ import gpu_report
 from xla_flags import QUICK_TO_COMPILE
 
 SHOWN = 40  # failures printed and recorded in full
-NOT_RECORDED = {"kernels": "not recorded", "python": "not recorded"}  # of the first runs
+NOT_RECORDED = {"kernels": "not recorded", "python": "not recorded"}  # of runs without hashes
 CPU_KERNELS = ("cc/core", "cc/cpu", "cc/ffi")  # everything that ends up in the CPU library
 
 Work = Callable[[int, Sequence[int], argparse.Namespace], dict]
@@ -44,14 +44,14 @@ Work = Callable[[int, Sequence[int], argparse.Namespace], dict]
 
 @dataclasses.dataclass(frozen=True)
 class Fuzz:
-    """A fuzz, as its segments and its record see it.
+    """The properties of a fuzz that its segments and its record depend on.
 
     Attributes:
         program: the path of its program.
-        segment: problems of one interpreter.
-        environment: variables of a segment. ``XLA_FLAGS`` are added to those that there are.
+        segment: the number of problems for one interpreter.
+        environment: variables of a segment. ``XLA_FLAGS`` are appended to existing ones.
         kernels: folders of C++ sources that decide a result.
-        own: which hashes a run shares with this checkout where ``total`` counts it as the
+        own: the hashes that must equal the checkout's for ``total`` to count a run as the
             checkout's own.
     """
 
@@ -62,7 +62,7 @@ class Fuzz:
     own: tuple[str, ...] = ("kernels", "python")
 
     def sources(self) -> dict[str, str]:
-        """Short hashes of what decides a result."""
+        """Short hashes of the sources that determine results."""
         hashes = {
             "kernels": gpu_report.sources_sha256(folders=self.kernels),
             "python": gpu_report.sources_sha256(folders=("jaxconv",), names="*.py"),
@@ -71,13 +71,13 @@ class Fuzz:
 
 
 def cpu_environment(devices: int = 1) -> dict[str, str]:
-    """Variables for so many devices of a CPU, and programs that are quick to compile."""
+    """Variables for so many CPU devices, and for programs that compile quickly."""
     flags = f"{QUICK_TO_COMPILE} --xla_force_host_platform_device_count={devices}"
     return {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "OPENBLAS_NUM_THREADS": "1"}
 
 
 def found(counts: Mapping[str, int], failures: Iterable[str], forms: Mapping[str, int]) -> dict:
-    """What a segment found: counts of anything, failures, and how many problems of each form."""
+    """A segment's findings: any counts, failures, and the number of problems of each form."""
     import jax
 
     return {
@@ -89,7 +89,7 @@ def found(counts: Mapping[str, int], failures: Iterable[str], forms: Mapping[str
 
 
 def parser(description: str, problems: int = 10_000) -> argparse.ArgumentParser:
-    """The arguments that all fuzzes take; a program adds its own."""
+    """A parser with the arguments of all fuzzes; a program adds its own."""
     made = argparse.ArgumentParser(description=description.splitlines()[0])
     made.add_argument("--problems", type=int, default=problems)
     made.add_argument("--problem", type=int, help="judge this one alone")
@@ -108,7 +108,7 @@ def parser(description: str, problems: int = 10_000) -> argparse.ArgumentParser:
 
 
 def main(fuzz: Fuzz, options, work: Work, arguments: Sequence[str] = ()) -> int:
-    """Does what the options ask for; ``arguments`` are the program's own, for its segments."""
+    """Does what the options ask for; ``arguments`` are passed to the program's segments."""
     if options.total:
         return total(fuzz, options.total)
     if options.segment:
@@ -128,7 +128,7 @@ def main(fuzz: Fuzz, options, work: Work, arguments: Sequence[str] = ()) -> int:
 def judged(
     fuzz: Fuzz, seed: int, begin: int, end: int, arguments: Sequence[str] = (), **options
 ) -> dict:
-    """A segment's findings, from an interpreter of its own."""
+    """A segment's findings, judged by a separate interpreter."""
     where = f"--seed {seed} --problem {begin}"
     command = [sys.executable, fuzz.program, "--seed", str(seed), "--segment", str(begin), str(end)]
     settings = dict(fuzz.environment)
@@ -152,7 +152,7 @@ def judged(
 
 
 def _sum(parts: Iterable[dict]) -> dict:
-    """The findings of several segments as one's."""
+    """The combined findings of several segments."""
     whole: dict = {"counts": {}, "forms": {}, "failures": [], "jax": ""}
     for part in parts:
         for name in ("counts", "forms"):
@@ -170,7 +170,7 @@ def commit() -> str:
 
 
 def run(fuzz: Fuzz, options, arguments: Sequence[str] = ()) -> int:
-    """Judges all segments; 1 where something is wrong."""
+    """Judges all segments; returns 1 if there is a failure."""
     runs = recorded(options.record)
     if options.seed in [each["seed"] for each in runs]:
         raise SystemExit(f"seed {options.seed} is in {options.record} already")
@@ -217,7 +217,7 @@ def run(fuzz: Fuzz, options, arguments: Sequence[str] = ()) -> int:
                 "failures": failures[:SHOWN],
                 "counts": brief(counts),
             }
-            if options.record:  # also of a run that is ended early
+            if options.record:  # also if the run is interrupted
                 text = json.dumps([*runs, result], indent=1)
                 pathlib.Path(options.record).write_text(text + "\n")
     say(counts)
@@ -231,7 +231,7 @@ def say(counts: Mapping[str, int]) -> None:
 
 
 def brief(counts: Mapping[str, int]) -> dict[str, int]:
-    """The counts, sorted, with one number for the problems that the output names."""
+    """The counts, sorted; those that name single problems are summed up in one number."""
     summed: collections.Counter[str] = collections.Counter()
     for name, count in counts.items():
         summed[name.partition(" of --seed ")[0]] += count
@@ -244,7 +244,7 @@ def recorded(path: str | None) -> list[dict]:
 
 
 def total(fuzz: Fuzz, path: str) -> int:
-    """Prints what the recorded runs sum up to, in all and by the sources that they ran on."""
+    """Prints the sums over all recorded runs, and over those with the same sources."""
 
     def summed(what: str, runs: list[dict]) -> tuple[int, int]:
         problems, wrong = (sum(each[name] for each in runs) for name in ("problems", "wrong"))

@@ -28,27 +28,27 @@ REPOSITORY = pathlib.Path(__file__).resolve().parents[2]
 PATH = REPOSITORY / "tests" / "gpu_report.json"
 HASHED = ("cc/core", "cc/cuda", "cc/ffi")  # everything that ends up in the CUDA library
 WATCHED = ("jaxconv", "tests")  # changes here are listed, not refused
-ORIGIN = ("sources_sha256", "commit", "gpu", "driver", "jax")  # what one record has one of
+ORIGIN = ("sources_sha256", "commit", "gpu", "driver", "jax")  # equal for all results in a record
 OUTCOMES = ("passed", "failed", "skipped")
-GPUS = "gpus_of_the_tests"  # over which they were spread, of those that "gpu" says are there
-SLOWEST, SLOWEST_COUNT = "slowest_seconds", 12  # tests, with other tests beside them
+GPUS = "gpus_of_the_tests"  # how many of the machine's GPUs ran tests
+SLOWEST, SLOWEST_COUNT = "slowest_seconds", 12  # of tests that run beside other tests
 
 
-# Strings, and comments, of C++ and CUDA sources.
+# C++ and CUDA sources, and a pattern for their strings and comments.
 _CXX = (".h", ".cc", ".cu", ".cuh", ".def")
 _STRING_OR_COMMENT = re.compile(rb'("(?:\\.|[^"\\\n])*")|//[^\n]*|/\*.*?\*/', re.DOTALL)
 
 
 def _without_layout(data: bytes) -> bytes:
-    """A C++ source without its comments and white space, which decide nothing of a kernel."""
-    parts = _STRING_OR_COMMENT.split(data)  # what lies between, and strings (None: a comment)
+    """A C++ source without its comments and white space, which do not affect a kernel."""
+    parts = _STRING_OR_COMMENT.split(data)  # alternately code, and strings (None: a comment)
     return b"".join(p or b"" if i % 2 else b"".join(p.split()) for i, p in enumerate(parts))
 
 
 def sources_sha256(
     root: pathlib.Path = REPOSITORY, folders: tuple[str, ...] = HASHED, names: str = "*"
 ) -> str:
-    """Hash over relative path, length and content of every hashed file, in the order of the paths.
+    """A hash of the path, length and content of every hashed file, in the order of paths.
 
     Comments and white space of C++ and CUDA sources do not count.
     """
@@ -87,7 +87,7 @@ def commit() -> str:
 
 
 def changed_since(recorded: str) -> str:
-    """Which files of jaxconv/ and tests/ differ from those of the recorded commit, as text."""
+    """The files of jaxconv/ and tests/ that differ from the recorded commit, as text."""
     if _git("cat-file", "-e", f"{recorded}^{{commit}}").returncode:
         return f"this clone does not have the recorded commit {recorded}, changes are unknown"
     difference = _git("diff", "--name-only", recorded, "--", *WATCHED).stdout.split()
@@ -104,7 +104,7 @@ def _split(test_id: str) -> tuple[str, str, str]:
 
 
 def _group(outcomes: dict[str, tuple[str, str]]) -> dict:
-    """{file: {function: {"passed" or "skipped: reason": [parameters]}}}, sorted."""
+    """Groups as {file: {function: {"passed" or "skipped: reason": [parameters]}}}, sorted."""
     grouped: dict = collections.defaultdict(lambda: collections.defaultdict(dict))
     for test_id, (outcome, reason) in sorted(outcomes.items()):
         file, function, parameters = _split(test_id)
@@ -117,7 +117,7 @@ def _group(outcomes: dict[str, tuple[str, str]]) -> dict:
 
 
 def outcomes(report: dict) -> dict[str, tuple[str, str]]:
-    """(outcome, reason) by test id: what ``_group`` made the record of."""
+    """(outcome, reason) by test id: the inverse of ``_group``."""
     found = {}
     for file, functions in report.get("tests", {}).items():
         for function, labels in functions.items():
@@ -130,7 +130,7 @@ def outcomes(report: dict) -> dict[str, tuple[str, str]]:
 
 
 def _text(value, indent: str = "") -> str:
-    """JSON with one entry a line, and lists filled to 100 columns."""
+    """JSON with one entry on each line, and lists filled to 100 columns."""
     inner = indent + " "
     if isinstance(value, dict) and value:
         entries = [f"{inner}{json.dumps(k)}: {_text(v, inner)}" for k, v in value.items()]
@@ -170,12 +170,12 @@ def update(
 ) -> None:
     """Merges a session's outcomes, (outcome, reason) by test id, and summaries into the report.
 
-    Of the ``seconds`` that tests took, by test id, the report keeps the largest. ``gpu_count`` says
-    over how many GPUs a session of tests was spread.
+    The report keeps the longest of the tests' ``seconds``, given by test id. ``gpu_count`` is the
+    number of GPUs over which the tests were distributed.
 
     Raises:
         RuntimeError: there is no GPU, or the commit is not known.
-        ValueError: a summary that does not count what failed.
+        ValueError: a summary does not count failures.
     """
     for name, summary in summaries.items():
         if not isinstance(summary.get("failed"), int):

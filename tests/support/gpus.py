@@ -1,4 +1,4 @@
-"""The GPUs that test processes are spread over: each process sees one. Imports no JAX."""
+"""Distributes test processes over GPUs; each process sees one. Imports no JAX."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 def visible(environment: Mapping[str, str] = os.environ) -> list[str]:
-    """What CUDA_VISIBLE_DEVICES names, or else every GPU that nvidia-smi lists, by index."""
+    """The GPUs that CUDA_VISIBLE_DEVICES names, or the indices of all that nvidia-smi lists."""
     if VISIBLE in environment:
         return [name.strip() for name in environment[VISIBLE].split(",") if name.strip()]
     if not os.path.exists("/dev/nvidiactl") or not shutil.which("nvidia-smi"):
@@ -22,12 +22,12 @@ def visible(environment: Mapping[str, str] = os.environ) -> list[str]:
 
 
 def of_process(number: int, gpus: list[str]) -> dict[str, str]:
-    """What to add to the environment of process ``number``, before JAX starts in it."""
+    """Variables for the environment of process ``number``, to be set before its JAX starts."""
     return {VISIBLE: gpus[number % len(gpus)]} if gpus else {}
 
 
 def spread_workers(environment: dict[str, str] = os.environ) -> None:
-    """Gives a worker of pytest-xdist, "gw3", one of several GPUs; changes nothing elsewhere."""
+    """Assigns one of several GPUs to a pytest-xdist worker ("gw3"); changes nothing elsewhere."""
     worker = environment.get("PYTEST_XDIST_WORKER", "")
     if worker.startswith("gw") and len(found := visible(environment)) > 1:
         environment.update(of_process(int(worker[2:]), found))

@@ -1,4 +1,4 @@
-"""Convolutions whose rows devices exchange, and what moves."""
+"""Convolutions whose split rows need a halo exchange, and the numbers of permutes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from problems import Problem, problem
 import jaxconv
 from jaxconv._src.problem.spec import Op
 
-CASES = [  # problem, permutes of the forward pass, of the gradients
+CASES = [  # problem; collective permutes of the forward pass, and of the gradients
     (problem("same", (16, 3), 3, padding=1), 2, 4),
     (problem("strided", (16, 3), 3, padding=((0, 1), (1, 1)), stride=2), 1, 2),
     (problem("stem", (32, 3), (7, 3), padding=((2, 3), (1, 1)), stride=2), 2, 4),
@@ -47,7 +47,7 @@ lax_conv = functools.partial(convolution, lax.conv_general_dilated)
 
 
 def tensors(p: Problem):
-    """x, w and a cotangent of y; and y, dx and dw."""
+    """x, w and a cotangent of y; and the expected y, dx and dw."""
     rng = np.random.default_rng(0)
     x, w, t = (rng.integers(-3, 4, p.canonical_shape(r)).astype(np.float32) for r in "xwy")
     results = (

@@ -1,4 +1,4 @@
-"""What a handler says to buffers and attributes that do not fit."""
+"""Checks a handler's errors about buffers and attributes that do not fit."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 
 def assert_refused(call: Callable[[], object], words: str = "") -> None:
-    """The call fails for its arguments, with these words."""
+    """Checks that the call fails because of its arguments, with ``words`` in the message."""
     with pytest.raises(jax.errors.JaxRuntimeError) as raised:
         call()
     message = str(raised.value)

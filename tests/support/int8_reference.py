@@ -1,4 +1,4 @@
-"""What is right of quantised convolutions: the definition in NumPy, with exact rounding.
+"""The reference of quantised convolutions: the definition in NumPy, with exact rounding.
 
 Calls neither jaxconv nor lax.
 """
@@ -25,12 +25,12 @@ OUT_DTYPES = {
 
 
 def padded(count: int) -> int:
-    """Channels as stored: the next multiple of 32."""
+    """Stored channels: the next multiple of 32."""
     return math.ceil(count / 32) * 32
 
 
 def sparse(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
-    """-1, 0 and 1, one in 16 not 0: Winograd in 8 bits rounds nothing of so small numbers."""
+    """-1, 0 and 1, one in 16 not 0: on these 8-bit Winograd rounds nothing."""
     return (rng.choice([-1, 1], shape) * (rng.random(shape) < 1 / 16)).astype(np.int8)
 
 
@@ -38,7 +38,7 @@ def sparse(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
 
 
 def nchw32(x: np.ndarray) -> np.ndarray:
-    """(n, h, w, c) -> (n, c / 32, h, w, 32), zeros in the channels that are missing; 4 stay 4."""
+    """(n, h, w, c) -> (n, c / 32, h, w, 32), filled up with zeros; 4 channels stay 4."""
     n, h, w, c = x.shape
     block = 4 if c == 4 else 32
     out = np.zeros((n, math.ceil(c / block), h, w, block), x.dtype)
@@ -48,13 +48,13 @@ def nchw32(x: np.ndarray) -> np.ndarray:
 
 
 def nhwc(x: np.ndarray, channels: int) -> np.ndarray:
-    """Undoes ``nchw32``."""
+    """The inverse of ``nchw32``."""
     block = x.shape[-1]
     return np.stack([x[:, c // block, :, :, c % block] for c in range(channels)], axis=-1)
 
 
 def rows(w: np.ndarray, layout: str) -> np.ndarray:
-    """The packed filter of (*window, c, k): row k in the kernels' order of reduction."""
+    """The packed form of a filter (*window, c, k): row k has the kernels' order of reduction."""
     *window, c, k = w.shape
     places = [(*tap, channel) for tap in np.ndindex(*window) for channel in range(c)]
     if layout == "nchw32" and c != 4:
@@ -70,7 +70,7 @@ def rows(w: np.ndarray, layout: str) -> np.ndarray:
 
 def sums(problem: Problem, x: np.ndarray, w: np.ndarray) -> np.ndarray:
     """The int32 sums of x (n, *spatial, c) and w (*window, c / groups, k)."""
-    # A tap's products are summed in float32 where that is exact, in half the time.
+    # A tap's products are summed in float32 if that is exact; it takes half the time.
     terms = w.shape[-2] * _largest(x) * _largest(w)
     operands = np.float32 if terms <= 2**24 else np.float64
     exact = reference(Op.FPROP, problem, x, w, dtype=operands, sums=np.float64)
@@ -85,9 +85,9 @@ def _largest(integers: np.ndarray) -> int:
 def fma(a, b, c) -> np.ndarray:
     """a * b + c of float32 arrays, rounded once, to nearest even.
 
-    The float64 product of two float32 numbers is exact. Its float64 sum with the third, rounded to
-    float32, is rounded twice, which is once unless that sum lies halfway between two float32
-    numbers; ``_fma_to_odd`` computes those, and what float32 holds with fewer bits.
+    The float64 product of two float32 numbers is exact. Rounding its float64 sum with the third
+    number to float32 rounds twice. The result is correct unless that sum lies halfway between two
+    float32 numbers or has fewer bits in float32; ``_fma_to_odd`` computes these cases.
     """
     a, b, c = (np.asarray(v, np.float32).astype(np.float64) for v in (a, b, c))
     with np.errstate(all="ignore"):
@@ -104,9 +104,9 @@ def fma(a, b, c) -> np.ndarray:
 def _fma_to_odd(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
     """a * b + c of float32 numbers in float64 arrays, rounded to float32 once.
 
-    The float64 sum is rounded to odd: where it is inexact and its last bit is 0, it moves one step
-    towards the exact sum. Rounded to float32, that rounds the exact sum (Boldo and Melquiond,
-    "Emulation of FMA and correctly rounded sums", 2008).
+    The float64 sum is rounded to odd: if it is inexact and its last bit is 0, it moves one step
+    towards the exact sum. Rounding this to float32 equals rounding the exact sum (Boldo and
+    Melquiond, "Emulation of FMA and correctly rounded sums", 2008).
     """
     with np.errstate(all="ignore"):
         product = a * b
@@ -119,7 +119,7 @@ def _fma_to_odd(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
         return odd.astype(np.float32)
 
 
-# Sums that are requantised at a time: what is between stays in a cache.
+# Sums to requantise at a time, so that intermediate arrays stay in a cache.
 AT_A_TIME = 1 << 15
 
 
@@ -135,7 +135,7 @@ def requantized(
     out_dtype = np.dtype(out_dtype)
     if scale is None:
         if out_dtype.kind in "iu":
-            return acc.astype(np.int64).astype(out_dtype)  # the low bits
+            return acc.astype(np.int64).astype(out_dtype)  # keeps the low bits
         with np.errstate(over="ignore"):
             return acc.astype(np.float32).astype(out_dtype)
     shape = acc.shape
@@ -187,7 +187,7 @@ def _requantized(
 
 
 def operands(problem: Problem, x_dtype, seed: object = 0) -> tuple[np.ndarray, np.ndarray]:
-    """x and w of the whole range, -128 and 255 included, channels last."""
+    """x and w with the full range of values, -128 and 255 included, channels last."""
     rng = np.random.default_rng(seed)
     limits = np.iinfo(x_dtype)
     x = rng.integers(
@@ -198,14 +198,14 @@ def operands(problem: Problem, x_dtype, seed: object = 0) -> tuple[np.ndarray, n
 
 
 def terms(problem: Problem, out_dtype, seed: object = 0, *, of_image: bool = False) -> dict:
-    """Every term of the epilogue: scales of both signs that are no powers of two, and the rest.
+    """Every term of the epilogue; scales have both signs and are no powers of two.
 
-    They bring most results into the range of the type, and some beyond.
+    Most results are within the range of the type, and some beyond.
     """
     rng = np.random.default_rng(seed)
     out_dtype = np.dtype(out_dtype)
     y = problem.canonical_shape("y")
-    spread = 70 * 70 * math.sqrt(problem.reduction(Op.FPROP))  # of the sums
+    spread = 70 * 70 * math.sqrt(problem.reduction(Op.FPROP))  # standard deviation of the sums
     shape = (problem.n, problem.k) if of_image else (problem.k,)
     scale = rng.uniform(0.3, 1.5, shape) * rng.choice([-1, 1], shape) * 60 / spread
     if out_dtype.kind in "iu":
@@ -224,7 +224,7 @@ def terms(problem: Problem, out_dtype, seed: object = 0, *, of_image: bool = Fal
 
 
 def terms_of(p: Problem, spec, seed: object = 0) -> dict:
-    """The terms that a call has, channels last."""
+    """The terms of a call, channels last."""
     if not spec.scale:
         return {}
     every = terms(p, spec.out_dtype, seed, of_image=spec.scale == "image_scale")
@@ -235,7 +235,7 @@ def terms_of(p: Problem, spec, seed: object = 0) -> dict:
 
 
 def result_of(spec, acc: np.ndarray, given: dict) -> np.ndarray:
-    """What a call gives of the sums and ``terms_of``, channels last."""
+    """The expected result of a call, from its sums and ``terms_of``, channels last."""
     last = dict(activation=spec.activation, zero_point=spec.zero_point)
     return requantized(acc, spec.out_dtype, **last, **given)
 

@@ -1,4 +1,4 @@
-"""The programs that JAX traces, as tests look at them."""
+"""Access to the programs that JAX traces."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def equations(jaxpr: Any) -> Iterator[Any]:
-    """All equations of a program, those of the functions that it calls too."""
+    """All equations of a program, including those of functions that it calls."""
     for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
         yield eqn
         for value in eqn.params.values():

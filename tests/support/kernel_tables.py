@@ -25,7 +25,7 @@ from typing import NamedTuple
 TABLES = pathlib.Path(__file__).resolve().parents[2] / "cc" / "cuda"
 OPS = ("fprop", "dgrad", "wgrad")
 TYPES = ("f32", "bf16", "f16", "s8", "u8")
-# Those whose filter is packed and whose result has an epilogue: the call jaxconv_int8.
+# Families with packed filters and an epilogue: the call jaxconv_int8.
 EXACT_INT8_FAMILIES = ("depthwise_int8", "imma_few_channels", "imma_nchw32", "imma_wgmma")
 INT8_FAMILIES = (*EXACT_INT8_FAMILIES, "winograd_int8")
 
@@ -36,7 +36,7 @@ DIRECTIVE = re.compile(r"^[ \t]*#(?:[^\n]*\\\n)*[^\n]*", re.MULTILINE)
 
 
 class Instance(NamedTuple):
-    """One kernel instance; ``source`` is its device kernel's file without the ending."""
+    """One kernel instance. ``source`` is its device kernel's file name without the ending."""
 
     op: str
     family: str
@@ -69,8 +69,8 @@ def parse(family: str, text: str) -> list[Instance]:
     """The instances of one table, in its order.
 
     Raises:
-        ValueError: text beside the calls, an unknown operation or type, an instance that is there
-            twice, or another form of a kernel that is not there.
+        ValueError: there is text outside the calls, an unknown operation or type, a duplicate
+            instance, or another form of an instance that does not exist.
     """
     text = DIRECTIVE.sub("", COMMENT.sub("", text))
     if rest := CALL.sub("", text).replace(";", "").strip():
@@ -115,10 +115,10 @@ def passes(tables: pathlib.Path = TABLES) -> list[Pass]:
 
 
 def instances(tables: pathlib.Path = TABLES) -> list[Instance]:
-    """Those of problems without an epilogue, and the 8-bit ones, which always have one."""
+    """Instances for problems without an epilogue, and 8-bit ones, which always have one."""
     return [instance for instance in all_instances(tables) if not instance.fused]
 
 
 def fused_instances(tables: pathlib.Path = TABLES) -> list[Instance]:
-    """Those of floating-point problems with an epilogue."""
+    """Instances for floating-point problems with an epilogue."""
     return [instance for instance in all_instances(tables) if instance.fused]

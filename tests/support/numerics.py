@@ -1,4 +1,4 @@
-"""What is right: the definition in float64 NumPy, exact comparison, and error measured against lax.
+"""References: the definition in float64 NumPy, exact comparison, and errors relative to lax's.
 
 ``reference`` calls neither jaxconv nor lax.
 """
@@ -20,19 +20,19 @@ from problems import DTYPES, Problem
 
 from jaxconv._src.problem.spec import Op
 
-# Integers up to this magnitude are exact in the result's dtype (2 ** (mantissa bits + 1)); int32
-# sums must not overflow.
+# Integers up to this magnitude are exact in the result's dtype (2 ** (mantissa bits + 1)). For
+# int32 sums the limit excludes overflow.
 EXACT_LIMIT = {"f32": 2**24, "bf16": 2**8, "f16": 2**11, "s8": 2**31 - 1}
 
-# Calls that are compiled as one program, where many are: compiling takes longer than computing. XLA
-# would turn 5 into a CUDA graph.
+# The number of calls that are compiled as one program, because compiling takes longer than
+# computing. From 5 on, XLA would make a CUDA graph of them.
 TOGETHER = 4
 
 
 def _taps(problem: Problem):
-    """For every filter tap: which output positions it serves, and which input positions it reads.
+    """Yields for every filter tap the output positions that use it, and the input positions.
 
-    Straight from i * lhs_dilation = p * stride + r * dilation - pad_lo, one slice per axis.
+    Follows from i * lhs_dilation = p * stride + r * dilation - pad_lo, one slice for each axis.
     """
     for tap in itertools.product(*map(range, problem.window)):
         outs, ins = [], []
@@ -49,7 +49,7 @@ def _taps(problem: Problem):
 
 
 def _as_slice(positions: np.ndarray) -> slice:
-    """The same positions, which are evenly spaced."""
+    """Evenly spaced positions as a slice."""
     if not positions.size:
         return slice(0, 0)
     first, last = int(positions[0]), int(positions[-1])
@@ -64,11 +64,11 @@ def reference(
     dtype: type = np.float64,
     sums: type | None = None,
 ) -> np.ndarray:
-    """``op`` by its definition, channels last.
+    """The result of ``op`` by its definition, channels last.
 
-    Exact where absolute products sum to less than 2 ** 53; in float32, which takes half the time,
-    less than 2 ** 24. ``sums``, by default the same, is the type in which the taps are added up:
-    then those limits are of one tap in ``dtype``, and of all of them in ``sums``.
+    It is exact if absolute products sum to less than 2 ** 53; in float32, which takes half the
+    time, to less than 2 ** 24. ``sums`` is the type in which taps are summed (default: ``dtype``):
+    the limits hold for a single tap in ``dtype``, and for all taps in ``sums``.
     """
     lhs, rhs, sums = np.asarray(lhs, dtype), np.asarray(rhs, dtype), sums or dtype
     if problem.batch is None:
@@ -100,7 +100,7 @@ def _reference(
     )
     for tap, outs, ins in _taps(problem):
         at_x, at_y = x[:, *ins], y[:, *outs]
-        rows = math.prod(at_y.shape[:-2])  # not -1, which numpy refuses beside a 0
+        rows = math.prod(at_y.shape[:-2])  # numpy refuses -1 beside a 0
         if op is Op.FPROP:
             at_y += _by_group(at_x.reshape(rows, g, c), w[tap]).reshape(at_y.shape)
         elif op is Op.DGRAD:
@@ -118,14 +118,14 @@ def _reference(
     return result.reshape(unbatched[op.roles[2]])
 
 
-# Terms of an 8-bit sum that float32 need not hold: 1040 * 127^2 is less than 2^24.
+# Sums of so many 8-bit products need not be exact in float32: 1040 * 127^2 is less than 2^24.
 LONG_SUM = 1041
 
 
 def eight_bits(rng: np.random.Generator, *shapes: tuple[int, ...]) -> list[np.ndarray]:
-    """int8 arrays of the whole range, of the largest number alone, or of extremes of random signs.
+    """int8 arrays: the full range, only the largest number, or extremes with random signs.
 
-    Whole-range products cancel: their sums stay far below those of the others.
+    Products of the full range cancel: their sums stay far below those of the other arrays.
     """
     kind = rng.integers(4)
     arrays = []
@@ -143,9 +143,9 @@ def eight_bits(rng: np.random.Generator, *shapes: tuple[int, ...]) -> list[np.nd
 def exact_operands(
     op: Op, problem: Problem, dtype: str, seed: int = 0
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Random small integers whose result is representable: (lhs, rhs, expected), channels last.
+    """Random small integers with a representable result: (lhs, rhs, expected), channels last.
 
-    On these every correct kernel, whatever the order of its sums, gives the same bits.
+    On these every correct kernel gives the same bits, whatever the order of its sums.
     """
     operand, result = DTYPES[dtype]
     rng = np.random.default_rng([seed, list(Op).index(op), list(DTYPES).index(dtype)])
@@ -167,8 +167,8 @@ def exact_operands(
 def integer_operands(problem: Problem, ops: Iterable[Op], seed: object) -> dict[str, np.ndarray]:
     """x, w and y (dy), canonical: integers whose absolute products sum to less than 2^24.
 
-    Every partial sum in float32 is exact: ``reference`` may sum in it, and a kernel gives the same,
-    rounded once.
+    Every partial sum in float32 is exact, so ``reference`` may sum in float32, and kernels give the
+    same result, rounded once.
     """
     rng = np.random.default_rng(seed)
     terms = max(problem.reduction(op) for op in ops)
@@ -189,14 +189,14 @@ def normal_operands(
 
 
 def mismatch(actual, expected, repro: str) -> str:
-    """ "" where the arrays agree exactly (NaN agrees with NaN), else a report with a coordinate."""
+    """A report with a coordinate, or "" if the arrays agree exactly (NaN agrees with NaN)."""
     actual, expected = np.asarray(actual), np.asarray(expected)
     if actual.shape != expected.shape or actual.dtype != expected.dtype:
         types = [f"{a.dtype}{a.shape}" for a in (expected, actual)]
         return f"{repro}\n  expected {types[0]}, got {types[1]}"
     if np.array_equal(actual, expected):
         return ""
-    # float64 holds every value of every dtype compared here
+    # float64 holds every value of every dtype compared here.
     a, e = (
         t.astype(np.complex128 if np.iscomplexobj(t) else np.float64) for t in (actual, expected)
     )
@@ -216,8 +216,9 @@ _HALF_FACTOR = float(re.search(r"kHalfFactor = ([\d.]+);", _STATED)[1])
 
 
 def tolerance_of(instance: str) -> float:
-    """The largest error of a kernel instance on integers, over the largest result: that of
-    ``cc/stated_error.h``, which says why.
+    """The error bound of a kernel instance on integers, relative to the largest result.
+
+    ``cc/stated_error.h`` defines and explains it.
     """
     if "_winograd_" not in instance or "_winograd_int8_" in instance:
         return 0.0
@@ -226,8 +227,9 @@ def tolerance_of(instance: str) -> float:
 
 
 def excess(actual, expected, tolerance: float, repro: str) -> str:
-    """``mismatch``; of a positive tolerance "" where no error exceeds that much of the largest
-    expected magnitude.
+    """``mismatch``, but "" if no error exceeds ``tolerance`` times the largest expected magnitude.
+
+    A tolerance of 0 requires equality.
     """
     report = mismatch(actual, expected, repro)
     if not report or tolerance == 0 or actual.shape != expected.shape:
@@ -235,7 +237,7 @@ def excess(actual, expected, tolerance: float, repro: str) -> str:
     exact = expected.astype(np.float64)
     errors = np.abs(np.asarray(actual).astype(np.float64) - exact)
     allowed = tolerance * np.abs(exact).max(initial=0)
-    if actual.dtype == expected.dtype and (errors <= allowed).all():  # NaN is not
+    if actual.dtype == expected.dtype and (errors <= allowed).all():  # NaN fails
         return ""
     return f"{report}\n  largest error {errors.max():.3g}, allowed {allowed:.3g}"
 
@@ -246,7 +248,7 @@ def assert_exact(actual, expected, repro: str) -> None:
 
 
 def poison(shapes: Iterable) -> list[np.ndarray]:
-    """Arrays of these shapes and dtypes that hold NaN, or -1 where there is none."""
+    """Arrays of these shapes and dtypes filled with NaN, or with -1 for integers."""
     return [
         np.full(s.shape, np.nan if jnp.issubdtype(s.dtype, jnp.inexact) else -1).astype(s.dtype)
         for s in shapes
@@ -254,15 +256,15 @@ def poison(shapes: Iterable) -> list[np.ndarray]:
 
 
 def into_poison(function, *operands):
-    """``function(*operands)``, compiled, with its results in arrays that held NaN beforehand."""
+    """Compiles and calls ``function(*operands)``; its result buffers contain NaN beforehand."""
     return poisoned(function, *operands)()
 
 
 def poisoned(function: Callable, *operands) -> Callable[[], Any]:
-    """What computes ``function(*operands)``, compiled once, into arrays that hold NaN beforehand.
+    """Compiles ``function(*operands)``; each call of the result stores into NaN-filled buffers.
 
-    Memory of a GPU may hold the right result of another call: an element that a kernel does not
-    write would not be seen.
+    Without this, an element that a kernel does not store could go unnoticed, because GPU memory may
+    still contain the right result of another call.
     """
     count = len(operands)
     shapes = jax.tree.leaves(jax.eval_shape(function, *operands))
@@ -281,19 +283,19 @@ def on_cpu(function, *arguments):
 
 
 def error(actual, exact: np.ndarray) -> float:
-    """Root mean square deviation from the float64 reference, relative to its root mean square."""
+    """The root mean square error against the float64 reference, over the reference's."""
     deviation = np.asarray(actual).astype(np.float64) - exact
-    if not deviation.any():  # also where there are no elements, or all are zero
+    if not deviation.any():  # also for empty arrays, or zeros
         return 0.0
     size = np.sqrt(np.mean(exact**2))
     return float(np.sqrt(np.mean(deviation**2)) / size) if size else math.inf
 
 
 def error_in_order(terms: int) -> float:
-    """Expected relative error of a float32 sum of so many random products, added in order.
+    """Expected relative error of a float32 sum of ``terms`` random products in sequence.
 
-    After k terms of unit variance the partial sum has variance k, and the rounding of the next
-    addition is off by at most 2^-24 of it: over all terms 2^-24 * sqrt(terms^2 / 2), beside a
+    After k terms of unit variance the partial sum has variance k, and the next addition has a
+    rounding error of at most 2^-24 of it: over all terms 2^-24 * sqrt(terms^2 / 2), relative to a
     result of sqrt(terms).
     """
     return 2.0**-24 * math.sqrt(terms / 2)
@@ -302,10 +304,10 @@ def error_in_order(terms: int) -> float:
 def excessive_error(
     actual, theirs: float, exact: np.ndarray, repro: str, ratio: float = 2.0, least: float = 0.0
 ) -> str:
-    """ "" where our error is at most ``ratio`` times that of lax, or at most ``least``.
+    """A complaint, or "" if our error is at most ``ratio`` times that of lax, or at most ``least``.
 
-    Half a unit in the last place of the result, what rounding alone costs, is free: a sum of few
-    terms can be exact in lax by luck.
+    Half a unit in the last place of the result, the error of rounding, is always allowed: lax may
+    be exact by luck on a sum of few terms.
     """
     ours = error(actual, exact)
     floor = float(jnp.finfo(np.asarray(actual).dtype).eps) / 2
@@ -320,6 +322,6 @@ def excessive_error(
 def assert_error_ratio(
     actual, by_lax, exact: np.ndarray, repro: str, ratio: float = 2.0, least: float = 0.0
 ) -> None:
-    """``excessive_error`` beside lax's result at the same dtypes, as an assertion."""
+    """Asserts ``excessive_error`` against lax's result for the same dtypes."""
     report = excessive_error(actual, error(by_lax, exact), exact, repro, ratio, least)
     assert not report, report

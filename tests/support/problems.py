@@ -1,7 +1,7 @@
-"""The one list of convolution problems that every test draws from.
+"""The list of convolution problems that all tests draw from.
 
-A ``Problem`` has sizes in readable form; ``spec`` and ``line`` return the library's forms. Sizes
-are small, because errors appear in tails, strides and odd extents.
+A ``Problem`` has readable sizes; ``spec`` and ``line`` return the library's forms. Sizes are small,
+because errors appear in tails, strides and odd extents.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ DTYPES = {
     "s8": (np.dtype(np.int8), np.dtype(np.int32)),
 }
 
-# Where the channel axis of each tensor lies: last, or first with filters (K, C, ...); "krsc": last,
-# with filters (K, ..., C).
+# The position of the channel axis: "last", "first" with filters (K, C, ...), or "krsc": last with
+# filters (K, ..., C).
 LAYOUTS = ("last", "first", "krsc")
 
 
@@ -47,7 +47,7 @@ class Problem:
     lhs_dilation: tuple[int, ...]
     dilation: tuple[int, ...]
     groups: int
-    batch: int | None = None  # independent convolutions, each with a filter of its own
+    batch: int | None = None  # number of independent convolutions, each with its own filter
 
     @property
     def rank(self) -> int:
@@ -55,7 +55,7 @@ class Problem:
 
     @property
     def out_spatial(self) -> tuple[int, ...]:
-        """Counted, not computed: the positions at which the whole window fits."""
+        """The number of positions at which the whole window fits, found by counting."""
         counts = []
         for axis in range(self.rank):
             lo, hi = self.padding[axis]
@@ -66,12 +66,12 @@ class Problem:
 
     @property
     def pads_beyond_the_window(self) -> bool:
-        """Whether some window lies in padding alone."""
+        """Whether some window covers only padding."""
         reach = [(r - 1) * d for r, d in zip(self.window, self.dilation, strict=True)]
         return any(max(pair) > r for pair, r in zip(self.padding, reach, strict=True))
 
     def reduction(self, op: Op) -> int:
-        """Terms of one output's sum, padding counted."""
+        """The number of terms in an output's sum, padding included."""
         taps = math.prod(self.window)
         return {
             Op.FPROP: taps * self.c // self.groups,
@@ -89,7 +89,7 @@ class Problem:
         return shape if self.batch is None else (self.batch, *shape)
 
     def axes(self, role: str, layout: str) -> tuple[int, ...]:
-        """Array position of every canonical axis."""
+        """The array axis of every canonical axis."""
         rank = self.rank
         if layout == "last" or (layout == "krsc" and role != "w"):
             axes = tuple(range(rank + 2))
@@ -102,7 +102,7 @@ class Problem:
         return axes if self.batch is None else (0, *(a + 1 for a in axes))
 
     def sizes(self, op: Op, spec: ConvSpec, layout: str = "last"):
-        """The spec's sizes of an operation, of operands in a layout."""
+        """The spec's sizes for an operation on operands in a layout."""
         shapes = []
         for role in op.roles[:2]:
             extents = self.canonical_shape(role)
@@ -135,12 +135,12 @@ class Problem:
         )
 
     def line(self, op: Op, dtype: str, precision: str = "default") -> str:
-        """The one-line repro."""
+        """The problem key of an operation, which is also the repro."""
         spec = self.spec(precision=precision)
         return problem_key(op, spec, self.sizes(op, spec), *DTYPES[dtype])
 
     def operation(self, op: Op, dtype: str, **spec_options):
-        """The compiled primitive, (lhs, rhs) -> result."""
+        """The primitive as a function (lhs, rhs) -> result."""
         return jax.jit(
             functools.partial(
                 primitives.bind, op, spec=self.spec(**spec_options), out_dtype=DTYPES[dtype][1]
@@ -163,7 +163,7 @@ def problem(
     groups: int = 1,
     batch: int | None = None,
 ) -> Problem:
-    """A Problem from abbreviated sizes: one number stands for each of two spatial axes."""
+    """A Problem from abbreviated sizes: one number stands for both of two spatial axes."""
     spatial = (spatial,) * 2 if isinstance(spatial, int) else spatial
 
     def each(value):
@@ -187,13 +187,13 @@ def problem(
 
 
 def xla_aborts(problem: Problem) -> bool:
-    """Whether XLA would end the process over this convolution or a gradient of it in lax's form.
+    """Whether XLA would abort on this convolution or a gradient of it in lax's form.
 
-    Where the window is wider than the input on one axis, XLA (jaxlib 0.9.2 to 0.11.2) exchanges
-    the two, but leaves an axis alone that it takes for groups: input dilated by the window's
-    extent, stride one less. Unless the two have one extent there, a check fails in
-    algebraic_simplifier.cc. In lax: an input of 3 x 4, a window of 4 x 2, padding (1, 1), (0, 0),
-    lhs_dilation (1, 2).
+    If the window is wider than the input on one axis, XLA (jaxlib 0.9.2 to 0.11.2) exchanges the
+    two, except on an axis that it takes for groups: the input is dilated by the window's extent,
+    and the stride is one less. If the two extents differ there, a check fails in
+    algebraic_simplifier.cc. Example in lax: an input of 3 x 4, a window of 4 x 2, padding (1, 1),
+    (0, 0), lhs_dilation (1, 2).
     """
 
     def aborts(inputs, window, stride, padding, base_dilation, dilation):
@@ -217,7 +217,7 @@ def xla_aborts(problem: Problem) -> bool:
     )
 
 
-# One shape of each kind: plain, with channel tails, with a stride and tails.
+# One shape of each kind: plain, with partial channel blocks, strided with tails.
 BASIC = [
     problem("plain", 14, 3, c=32, k=64, padding=1),
     problem("channel_tail", 14, 3, c=13, k=29, padding=1),
@@ -275,7 +275,7 @@ EDGE = [
         padding=((0, 1), (1, 1), (1, 0)),
     ),
     problem("tall_window", (16, 6), (5, 1), c=16, k=16, padding=((2, 2), (0, 0))),
-    # Channels of whole lines, which kernels read in a filter (K, ..., C) as it lies.
+    # Channels in whole 128-byte lines: kernels read filters (K, ..., C) without a copy.
     problem("lines_strided", (9, 8), 3, c=64, k=128, stride=2, padding=1),
     problem(
         "lines_dilated_asymmetric", (9, 7), 3, c=32, k=64, dilation=2, padding=((1, 3), (2, 1))
@@ -287,7 +287,7 @@ EDGE = [
     problem("lines_groups", 6, 3, c=64, k=128, groups=2, padding=1),
     problem("wide_pointwise", 9, 1, c=40, k=96),
     problem("wide_pointwise_1d", (37,), 1, c=24, k=64),
-    # Padding in front of the innermost axis beyond the window's reach: dgrad's own is negative.
+    # Padding before the innermost axis that is wider than the window: dgrad's own is negative.
     problem("padding_beyond_the_window_1d", (92,), 3, n=1, c=72, k=128, padding=((3, 1),)),
     problem(
         "padding_beyond_the_window_groups", (45,), 3, n=3, c=128, k=128, padding=((4, 0),), groups=2
@@ -314,7 +314,7 @@ EDGE = [
 ]
 
 
-# Windows and strides for which family depthwise has kernels of their own, but for the long ones.
+# Windows and strides for which family depthwise has special kernels, except the long ones.
 DEPTHWISE_WINDOWS = (
     ((3, 3), 1),
     ((3, 3), 2),
@@ -327,7 +327,7 @@ DEPTHWISE_WINDOWS = (
 
 
 def _depthwise_problems() -> list[Problem]:
-    """Six problems for every window that has its own kernels."""
+    """Six problems for every window with special kernels."""
     found = []
     for window, stride in (*DEPTHWISE_WINDOWS, ((11, 17), 1)):
         pads = tuple((r // 2, (r - 1) // 2) for r in window)
@@ -338,17 +338,17 @@ def _depthwise_problems() -> list[Problem]:
             make(f"{name}_odd_channels", (9, 34), c=35, k=35, groups=35),
             make(f"{name}_multiplier", (11, 12), c=6, k=12, groups=6),
             make(f"{name}_batched", (10, 13), n=1, c=8, k=8, groups=8, batch=3),
-            # Several tiles of the channels; maps of which a tile has several.
+            # Several tiles of channels; a tile spans several images.
             make(f"{name}_wide", (5, 40), n=1, c=136, k=136, groups=136),
             make(f"{name}_small_maps", (6, 7), n=5, c=16, k=16, groups=16),
         ]
     return found
 
 
-# For kernels of depthwise convolutions only.
+# Only for kernels of depthwise convolutions.
 DEPTHWISE = _depthwise_problems()
 
-# For CPU kernels of windows that are the whole input, and of few output channels.
+# For CPU kernels of windows that cover the input, and of few output channels.
 FEW_PIXELS = [
     problem("whole_7x7", 7, 7, n=4, c=40, k=33),
     problem("whole_1d", (9,), 9, n=3, c=17, k=100),
@@ -369,14 +369,14 @@ FEW_OUTPUTS = [
     problem("outputs_8_batched", (6, 9), 2, n=1, c=48, k=8, batch=2),
     problem("outputs_7_padded", (4, 5), 3, c=16, k=7, padding=5),
 ]
-# Windows that do not overlap, whose rows have whole 16 bytes.
+# Windows that do not overlap; their rows have whole 16 bytes.
 PATCHES = [
     problem("patches_2x2", (8, 10), 2, c=8, k=40, stride=2),
     problem("patches_4x4", (12, 16), 4, c=4, k=72, stride=4),
     problem("patches_2x3", (6, 15), (2, 3), n=3, c=16, k=136, stride=(2, 3)),
     problem("patches_16x16", (32, 48), 16, n=2, c=3, k=24, stride=16),
 ]
-# Up to 16 output channels of many input channels, stride 1.
+# Many input and up to 16 output channels, stride 1.
 NARROW = [
     problem("narrow_3x3", (9, 21), 3, c=24, k=3, padding=1),
     problem("narrow_1x1", (8, 19), 1, c=40, k=2),
@@ -384,7 +384,7 @@ NARROW = [
     problem("narrow_wide", (7, 33), 3, c=48, k=8, padding=1),
 ]
 
-# Images of up to 4 channels at stride 2, whose rows have whole 16 bytes: strips of 112 columns.
+# Images with up to 4 channels, stride 2, and rows of whole 16 bytes: strips of 112 columns.
 STEMS = [
     problem("stem_7x7", (18, 24), 7, c=3, k=40, stride=2, padding=3),
     problem("stem_7x7_strips", (12, 240), 7, n=1, c=3, k=64, stride=2, padding=3),
@@ -400,7 +400,7 @@ STEMS = [
     problem("stem_11x11_batched", (19, 22), 11, c=4, k=8, stride=4, padding=5, batch=2),
 ]
 
-# For kernels of groups of few channels only: 2 to 32 channels, tails of a tile of 64.
+# Only for kernels of groups with few channels: 2 to 32 channels, partial tiles of 64.
 SMALL_GROUPS = [
     problem("groups_of_2", (9, 20), 3, c=40, k=40, groups=20, padding=1),
     problem("groups_of_4", (17, 19), 3, c=72, k=72, groups=18, padding=1),
@@ -419,8 +419,8 @@ SMALL_GROUPS = [
     problem("groups_batched", (7, 8), 3, n=1, c=32, k=32, groups=8, padding=1, batch=2),
 ]
 
-# For kernels of Winograd only: tails of tiles along H and W, of blocks of tiles, of k-blocks and of
-# blocks of columns; channels that fit shared memory and more.
+# Only for kernels of Winograd: partial tiles along H and W, partial blocks of tiles, k-blocks and
+# blocks of columns; channels that fit in shared memory, and more.
 WINOGRAD = [
     problem("winograd_tails", (9, 13), 3, n=3, c=40, k=56, padding=1),
     problem("winograd_long_reduction", (10, 7), 3, c=328, k=136, padding=((0, 2), (2, 1))),
@@ -428,12 +428,12 @@ WINOGRAD = [
     problem("winograd_groups", (8, 9), 3, c=72, k=120, groups=3, padding=2),
     problem("winograd_wide_groups", (7, 30), 3, c=128, k=128, groups=2, padding=((1, 1), (2, 0))),
     problem("winograd_cropped", (15, 14), 3, c=48, k=32, padding=((-2, 1), (0, -3))),
-    # Channels in multiples of 16: clusters pair blocks of tiles, and of columns.
+    # Channels in multiples of 16: clusters pair blocks of tiles, or of columns.
     problem("winograd_pairs_of_tiles", (35, 46), 3, c=144, k=16, padding=1),
     problem("winograd_pairs_of_columns", (9, 13), 3, c=80, k=272, padding=1),
 ]
 
-# Both operands carry a batch axis: per-example filters, and what per-example gradients become.
+# Both operands have a batch axis: per-example filters, and the form of per-example gradients.
 BATCHED = [
     problem("batched", 8, 3, batch=3, n=1, c=8, k=8, padding=1),
     problem("batched_strided_tails", (9, 7), 3, batch=2, c=5, k=7, stride=2, padding=1),
@@ -443,7 +443,7 @@ BATCHED = [
 
 
 def scaled(name: str, layer: Layer) -> Problem:
-    """A layer of the benchmarks with its window, stride, padding and grouping, but a small size."""
+    """A benchmark layer with its window, stride, padding and grouping, but small sizes."""
     # Residues modulo 16 stay, so that an aligned layer stays aligned and a tail stays a tail.
     c, k = (v if v <= 16 else 16 + v % 16 for v in (layer.c, layer.k))
     groups = layer.groups
@@ -468,7 +468,7 @@ def scaled(name: str, layer: Layer) -> Problem:
     )
 
 
-# Layers that differ only in the sizes that scaling takes away count once.
+# Layers that become equal by scaling count once.
 _distinct: dict[Problem, Problem] = {}
 for _name, _layer in BENCH_LAYERS.items():
     _scaled = scaled(_name, _layer)
@@ -524,7 +524,7 @@ INT8 = [
     ),
     problem("int8_3d_few", (4, 5, 6), 3, c=4, k=32, padding=1),
 ]
-# NHWC alone.
+# Only for NHWC.
 INT8_DEPTHWISE = [
     problem("int8_depthwise", (9, 19), 3, c=80, k=80, groups=80, padding=1),
     problem("int8_depthwise_5x5", (8, 15), 5, n=1, c=48, k=48, groups=48, padding=2),
@@ -551,7 +551,7 @@ INT8_BY_NAME = {p.name: p for p in INT8}
 PROBLEMS = [*BASIC, *EDGE, *BATCHED, *LAYERS]
 BY_NAME = {p.name: p for p in PROBLEMS}
 
-# Enough to meet every kind of code path once; for the costly checks.
+# For costly checks: problems that reach every kind of code path once.
 REPRESENTATIVE = [
     BY_NAME[name]
     for name in (
@@ -568,7 +568,7 @@ REPRESENTATIVE = [
     )
 ]
 
-# Problems for the kernels of one family, or with this part in their names.
+# Problems for the kernels of one family, or for kernels with this part in their names.
 OF_FAMILY = {
     "depthwise": DEPTHWISE,
     "block_diagonal": SMALL_GROUPS,
@@ -578,5 +578,5 @@ OF_FAMILY = {
     "few_outputs": FEW_OUTPUTS,
     "patches": PATCHES,
     "narrow": NARROW,
-    "few_channels": STEMS,  # but the narrow ones
+    "few_channels": STEMS,  # except narrow instances
 }

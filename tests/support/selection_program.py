@@ -1,4 +1,4 @@
-"""Selection of the CUDA kernels on a machine that has neither CUDA nor a GPU."""
+"""Selects CUDA kernels on a machine without CUDA and without a GPU."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from jaxconv._src.library import native
 
 
 class SelectionProgram(types.ModuleType):
-    """A module in the place of ``_jaxconv.cuda``: selection by a compiled program.
+    """A substitute for the module ``_jaxconv.cuda``: a compiled program selects kernels.
 
-    The program is ``tests/cc/choices_test.cc``. Nothing runs.
+    The program is ``tests/cc/choices_test.cc``. Kernels do not run.
     """
 
     def __init__(self, program: pathlib.Path, arrays: Callable[[], Any] = dict):
         """Starts the program.
 
         Args:
-            program: compiled.
-            arrays: the operands and results of every call, as the CPU's module lists them.
+            program: the path of the compiled program.
+            arrays: lists the operands and results of every call, as the CPU's module does.
         """
         super().__init__("_jaxconv.cuda")
         command = [str(program), "--select"]
@@ -37,7 +37,7 @@ class SelectionProgram(types.ModuleType):
         self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True)
 
     def ffi_version(self) -> tuple[int, int]:
-        """That of jaxlib."""
+        """The FFI version of jaxlib."""
         header = pathlib.Path(jax.ffi.include_dir(), "xla", "ffi", "api", "c_api.h").read_text()
         found = dict(re.findall(r"#define XLA_FFI_API_(MAJOR|MINOR) (\d+)", header))
         return int(found["MAJOR"]), int(found["MINOR"])
@@ -71,12 +71,12 @@ class SelectionProgram(types.ModuleType):
         return answer.split("\t")
 
     def plan_pass(self, key: str, target: str) -> tuple:
-        """The plan of a pass; ``native.Platform.plan_pass`` says how."""
+        """The plan of a pass, in the form of ``native.Platform.plan_pass``."""
         kernel, reason, parts, block_rows, microseconds = self._answer(target, key, "pass")
         return kernel, reason, int(parts), int(block_rows), float(microseconds)
 
     def select(self, key: str, algorithm: str, target: str) -> tuple:
-        """What selection takes, and why nothing else; ``native.Platform.select`` says how."""
+        """The selected kernel and refusals, in the form of ``native.Platform.select``."""
         instance, workspace, slices, ours, xla, *reasons = self._answer(target, key, algorithm)
         refusals = list(zip(reasons[::2], reasons[1::2], strict=True))
         return instance, int(workspace), int(slices), float(ours), float(xla), refusals
@@ -84,7 +84,7 @@ class SelectionProgram(types.ModuleType):
 
 @pytest.fixture(scope="module")
 def cuda_selection(choices_program):
-    """The CUDA library's selection and plans for sm_90a, without the library."""
+    """Replaces the CUDA library's selection and plans for sm_90a; needs no CUDA library."""
     program = SelectionProgram(choices_program, lambda: native.load("cpu").arrays)
     patch = pytest.MonkeyPatch()
     patch.setitem(sys.modules, "_jaxconv.cuda", program)

@@ -1,4 +1,4 @@
-"""What the tests of sharding share: meshes, problems and the collectives of a program."""
+"""Meshes, problems and collectives of a program, shared by the tests of sharding."""
 
 from __future__ import annotations
 
@@ -36,14 +36,15 @@ def collectives(compiled) -> dict[str, int]:
     """How often each collective occurs in the compiled program."""
     kinds = ("all-reduce", "all-gather", "all-to-all", "collective-permute", "reduce-scatter")
     text = compiled.as_text()
-    # An instruction reads "%name = type kind(operands)"; asynchronous ones have -start and -done.
+    # An instruction has the form "%name = type kind(operands)"; asynchronous ones are -start and
+    # -done.
     return {
         kind: count for kind in kinds if (count := len(re.findall(rf" {kind}(?:-start)?\(", text)))
     }
 
 
 def received(compiled) -> int:
-    """Bytes of the results of all collectives in the compiled program, loops counted once."""
+    """The bytes of the results of all collectives in the compiled program; loops count once."""
     kinds = "all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter"
     results = re.findall(rf" = (.*?) (?:{kinds})\(", compiled.as_text())
     arrays = [array for result in results for array in re.findall(r"\w*?(\d+)\[([\d,]*)\]", result)]
@@ -69,7 +70,7 @@ def tensors(p):
 
 
 def assert_gradients_with_one_sum(step, p, operands, expected):
-    """The step's (dx, dw) are exact, and cost one all-reduce and nothing else."""
+    """Checks that the step's (dx, dw) are exact, and that an all-reduce is the only collective."""
     dx, dw = step(*operands)
     assert_exact(dx, expected["dx"], p.name)
     assert_exact(dw, expected["dw"], p.name)
@@ -82,7 +83,7 @@ def grid(kind=jax.sharding.AxisType.Auto, shape=GRID, axes=AXES):
 
 
 def specs(p, split) -> dict[str, Spec]:
-    """How x, w and y are split, channels last."""
+    """The partition specs of x, w and y, channels last."""
     inner = (None,) * len(p.spatial)
     n, c, k, g = (split.get(name) for name in "nckg")
     return {

@@ -1,4 +1,4 @@
-"""Programs of training in 16 bits, as the tests of what ``fuse`` makes of them for GPUs write them.
+"""Training programs in 16 bits, on which tests check what ``fuse`` makes for GPUs.
 
 They run on the CPU, under the fixture ``for_a_gpu_on_the_cpu``.
 """
@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxconv
 
-AXES = (0, 1, 2)  # over which batch norm takes its statistics
+AXES = (0, 1, 2)  # batch norm's statistics reduce over these
 
 
 def draw(*shape: int, seed: int = 0, dtype=jnp.bfloat16) -> jax.Array:
@@ -38,20 +38,20 @@ def batch_norm(y, gain, offset):
 
 
 def assert_close(actual, expected, tolerance=0.02) -> None:
-    """Equal but for roundings of sums, relative to the largest."""
+    """Equal up to rounding errors of sums, relative to the largest element."""
     for a, e in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         a, e = np.asarray(a, np.float64), np.asarray(e, np.float64)
         assert np.abs(a - e).max() <= tolerance * np.abs(e).max()
 
 
 def mean_error(actual, expected) -> float:
-    """The root of the mean square of a difference, relative to that of what is expected."""
+    """The root mean square of the difference, over that of ``expected``."""
     a, e = np.asarray(actual, np.float64), np.asarray(expected, np.float64)
     return float(np.sqrt(((a - e) ** 2).mean() / max((e**2).mean(), 1e-12)))
 
 
 def loss(forward: Callable, p, x):
-    """The mean squares of a function's results."""
+    """The sum of the mean squares of a function's results."""
     return sum((y.astype(jnp.float32) ** 2).mean() for y in jax.tree.leaves(forward(p, x)))
 
 
@@ -60,7 +60,7 @@ def gradient(forward: Callable) -> Callable:
     return jax.grad(functools.partial(loss, forward), argnums=(0, 1))
 
 
-# Where the gradient is taken.
+# The gradient is taken inside or around ``fuse``.
 WAYS = {
     "inside": lambda forward: jaxconv.fuse(gradient(forward)),
     "around": lambda forward: gradient(jaxconv.fuse(forward)),
@@ -68,7 +68,7 @@ WAYS = {
 
 
 def on_two_devices(gradient: Callable, fuse: Callable) -> Callable:
-    """A fused step of two devices, each with its own part of x and batch norm of its own.
+    """A fused step on two devices; each has its own part of x and its own batch norm.
 
     Args:
         gradient: (parameters, x) -> the parameters' gradients and others.

@@ -1,13 +1,13 @@
-"""The order of tests that pytest-xdist spreads over processes."""
+"""The order in which pytest-xdist distributes tests to processes."""
 
 from __future__ import annotations
 
 
 def long_first(items: list, long: list[bool], workers: int) -> list:
-    """The tests in an order in which the long ones begin at once, each on a worker of its own.
+    """Orders tests so that the long ones start first, each on a different worker.
 
-    ``--dist worksteal`` gives each worker an equal part of the tests, in their order. One that is
-    done takes over the later half of another's.
+    ``--dist worksteal`` gives each worker an equal part of the tests, in their order. A worker that
+    is done takes over the second half of another's part.
     """
     first = [item for item, each in zip(items, long, strict=True) if each]
     rest = [item for item, each in zip(items, long, strict=True) if not each]

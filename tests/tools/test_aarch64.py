@@ -14,7 +14,7 @@ CC = pathlib.Path(__file__).resolve().parents[2] / "cc"
 COMPILER = "aarch64-linux-gnu-g++"
 ROOMS = ("core", "cuda", "ffi", "bindings")
 SOURCES = sorted(source for room in ROOMS for source in (CC / room).rglob("*.cc"))
-# What CMake defines (cc/CMakeLists.txt, cc/cuda/cuda.cmake).
+# The macros that CMake defines (cc/CMakeLists.txt, cc/cuda/cuda.cmake).
 MACROS = {
     "JAXCONV_MODULE": "cuda",
     "JAXCONV_PLATFORM": "CudaPlatform",

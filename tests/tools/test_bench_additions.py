@@ -1,4 +1,4 @@
-"""Peers and regret in ``tools/bench``; test_bench_winograd.py is of the variants."""
+"""Peers and regret in ``tools/bench``; test_bench_winograd.py tests the variants."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_bench_reports_the_regret_of_selection(tmp_path, capsys, monkeypatch):
     platform = environment.kernel_platform()
     if isinstance(native.load(platform), native.Refusal):
         pytest.skip(f"no kernels for {platform}")
-    # In place of a layer of 1 to 100 GFLOP.
+    # Replaces a layer of 1 to 100 GFLOP.
     drawn = {text: layers.parse(text) for text in ("2,9,9,16,8,3,3,1,1",)}
     monkeypatch.setattr(layers, "random_layers", lambda count, *_, **__: drawn)
     out = tmp_path / "regret.json"
@@ -74,7 +74,7 @@ def test_bench_says_what_cudnn_needs(capsys, peer):
 
 
 def test_bench_builds_cudnns_plans_once_for_both_layouts(monkeypatch):
-    """``build`` runs ahead; the programs of both layouts then take what it built."""
+    """``build`` runs ahead of measurements; the programs of both layouts use what it built."""
     built, measured = [], []
 
     def of(wanted):

@@ -1,4 +1,4 @@
-"""The bench's rows of Winograd: the set "winograd", and networks."""
+"""The bench's rows for Winograd: the layer set "winograd", and networks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from jaxconv.bench.problem import Problem
 
 
 def test_bench_measures_every_variant_of_winograd(tmp_path, capsys, monkeypatch, native_cpu):
-    """The set "winograd", its smallest layer made smaller: rows, and the table by problem."""
+    """The rows of the set "winograd" (one layer, made smaller), and the table by problem."""
     monkeypatch.setitem(layers.LAYERS, "seed_224", layers.parse("1,8,8,8,8,3,3,1,1"))
     tiles = {name: winograd_jax.TILES[name] for name in ("f2x2", "f4x3")}
     monkeypatch.setattr(winograd_jax, "TILES", tiles)
@@ -39,10 +39,10 @@ def test_bench_measures_every_variant_of_winograd(tmp_path, capsys, monkeypatch,
         assert {row["prepared"] for row in of_tile} == {False, True}
     for row in rows:
         assert not row["wrong"] and row["op"] == "fprop" and row["jaxconv"]["median_s"] > 0
-        # The fastest first, with its ratios to the direct kernel and to lax.
+        # The fastest variant comes first, with its ratios to the direct kernel and to lax.
         name = re.escape(row["kernel"]) + (" prepared" if row["prepared"] else "")
         assert re.search(rf"^  {name} +[\d.]+ +[\d.]+x +[\d.]+x ", said, re.MULTILINE), name
-    # In one line: the direct kernel, lax, the peer, the fastest variants and what they are.
+    # One line has the direct kernel, lax, the peer, and the fastest variants with their names.
     (line,) = re.findall(r"^seed_224 1x8x8 8->8 3x3 fprop bf16 .*", said, re.MULTILINE)
     fastest = {
         prepared: min(
@@ -101,12 +101,12 @@ def test_a_variant_that_is_wrong_is_found():
 
 
 def test_bench_measures_a_network_with_winograd(tmp_path, capsys, monkeypatch):
-    """Beside the direct kernels, also with prepared filters, and with the errors of all outputs."""
+    """Beside direct kernels, also with prepared filters, and with the errors of all outputs."""
     monkeypatch.setattr(networks.unet, "CHANNELS", (32,))
     monkeypatch.setattr(networks.unet, "BLOCKS", 1)
 
     def tile(x, w, **_):
-        """As by a prediction; a CPU runs the form in JAX."""
+        """Pretends that a prediction chose the tile; a CPU computes the form in JAX."""
         return "f4x4" if w.shape[:3] == (3, 3, 64) else None
 
     monkeypatch.setattr(winograd, "faster_tile", tile)

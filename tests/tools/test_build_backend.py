@@ -1,4 +1,4 @@
-"""When a build asks for NVIDIA's pip packages: on machines made of files in a temporary folder."""
+"""When a build requires NVIDIA's pip packages, on simulated machines in a temporary folder."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ pytest.importorskip("scikit_build_core", reason="the build backend wraps scikit-
 
 REPOSITORY = pathlib.Path(__file__).resolve().parents[2]
 PYPROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())
-# As a frontend imports it.
+# Imports the backend as a build frontend does.
 sys.path.insert(0, str(REPOSITORY / PYPROJECT["build-system"]["backend-path"][0]))
 import jaxconv_build as backend  # noqa: E402
 
@@ -33,7 +33,7 @@ NVRM = {
 
 
 class Machine:
-    """A file system below ``root`` and the environment of a build on it."""
+    """A simulated file system below ``root`` and the environment of a build on it."""
 
     def __init__(self, root: pathlib.Path):
         self.root, self.environ = root, {"PATH": str(root / "bin")}
@@ -114,7 +114,7 @@ def test_an_installed_nvcc_is_enough(machine, place):
     nvcc = machine.program(place)
     assert machine.requires() == machine.requires(JAXCONV_CUDA="ON") == []
     assert machine.requires(JAXCONV_NVCC="pip") == PACKAGES
-    nvcc.chmod(0o644)  # no program
+    nvcc.chmod(0o644)  # not executable
     assert machine.requires() == PACKAGES
 
 

@@ -1,4 +1,4 @@
-"""Pages of docs/, run: their Python blocks in order, in one namespace a page, each a test."""
+"""Runs the Python blocks of docs/: each is a test; a page's blocks share a namespace, in order."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ PAGES = (
     "winograd.md",
 )
 FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-# In a comment right above a block: what it cannot run without, or that the block before printed it.
+# A comment directly above a block: the modules or devices it needs, or that it shows output.
 COMMENT = re.compile(r"<!-- (needs: (?P<needs>.+)|(?P<printed>printed)) -->\n\Z")
 
 
 class Block(NamedTuple):
     file: str
-    line: int  # of its first line of code in the page
+    line: int  # the page's line number of its first line
     language: str
     needs: str
     printed: bool
@@ -72,13 +72,13 @@ def program(file: str) -> list[Block]:
 
 
 def name(block: Block) -> str:
-    """For example "line24", and with the page's name where it is not the first page."""
+    """For example "line24"; prefixed with the page's name except on the first page."""
     page = "" if block.file == PAGES[0] else block.file.removesuffix(".md") + "-"
     return f"{page}line{block.line}"
 
 
 def missing(needs: str) -> str:
-    """Why a block cannot run here, or ""."""
+    """The reason why a block cannot run here, or ""."""
     if not needs:
         return ""
     if devices := re.fullmatch(r"(\d+) devices", needs):
@@ -86,13 +86,13 @@ def missing(needs: str) -> str:
         return "" if count >= int(devices[1]) else f"needs {needs}, has {count}"
     try:
         importlib.import_module(needs)
-    except ImportError as error:  # not installed, or for another JAX than this one
+    except ImportError as error:  # not installed, or made for another JAX
         return f"{needs} cannot be imported: {error}"
     return ""
 
 
 class Reader:
-    """Runs one page once, from the top, as far as each test asks."""
+    """Runs one page once, from the top, up to the block that a test asks for."""
 
     def __init__(self, file: str):
         self.file = file
@@ -108,7 +108,7 @@ class Reader:
             self.failed = each
             with contextlib.redirect_stdout(io.StringIO()) as out:
                 if not missing(each.needs):
-                    # Empty lines above put the block where the page has it, for tracebacks.
+                    # Empty lines give the block its line numbers of the page, for tracebacks.
                     source = "\n" * (each.line - 1) + each.text
                     exec(compile(source, DOCS / self.file, "exec"), self.namespace)
             self.printed[each] = out.getvalue()
@@ -134,7 +134,7 @@ def test_block(readers, native_cpu, block):
 
 @pytest.mark.parametrize("shown", [b for b in BLOCKS if b.printed], ids=name)
 def test_output_shown_is_what_is_printed(readers, native_cpu, shown):
-    """Except for line numbers and the kernel that depends on the number of cores."""
+    """Line numbers, and the kernel that depends on the number of cores, may differ."""
     reader = readers[shown.file]
     printing = max((b for b in program(shown.file) if b.line < shown.line), key=lambda b: b.line)
     reader.read(printing)

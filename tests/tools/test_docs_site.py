@@ -1,4 +1,4 @@
-"""What the documentation site adds to the pages (tools/docs/hooks.py), without mkdocs."""
+"""The tables and pages that tools/docs/hooks.py adds to the site, without mkdocs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bytes of compiled programs, from their text, and the programs whose bytes are counted."""
+"""Bytes of compiled programs, read from their text, and the programs that are counted."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from jaxconv.bench.networks.blocks import PASSES
 
 TOOLS = pathlib.Path(__file__).resolve().parents[2] / "tools"
 
-# The forms that XLA:GPU's compiled programs have.
+# Instructions in the forms of XLA:GPU's compiled programs.
 PROGRAM = """
 HloModule jit_step, is_scheduled=true, entry_computation_layout={(bf16[4,8]{1,0})->f32[8]{0}}
 
@@ -132,7 +132,7 @@ def test_the_bytes_of_a_network(monkeypatch, capsys, tmp_path, native_cpu):
 
 
 def test_the_networks_of_keras(capsys, monkeypatch):
-    """They are measured where Keras is installed; elsewhere the program says what to install."""
+    """With Keras the networks are measured; without it, the program says what to install."""
     monkeypatch.setenv("KERAS_BACKEND", "jax")
     tool = runpy.run_path(str(TOOLS / "keras_networks.py"))
     arguments = ["--network", "VGG16", "--batch", "1", "--size", "32", "--dtype", "f32"]

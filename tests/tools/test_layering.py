@@ -1,4 +1,4 @@
-"""The layers of the code, read off its includes and imports: arrows never turn back.
+"""The layers of the code, from its includes and imports; dependencies have one direction.
 
 core <- cuda/ptx <- cuda/common <- families <- cuda <- ffi <- bindings, core <- cpu <- ffi
 """
@@ -14,10 +14,10 @@ import pytest
 REPOSITORY = pathlib.Path(__file__).resolve().parents[2]
 CC = REPOSITORY / "cc"
 
-# A folder of cc/cuda with a table is a family; families do not see each other.
+# A folder of cc/cuda with a table is a family. Families do not include each other.
 FAMILIES = {f"cuda/{path.parent.name}" for path in CC.glob("cuda/*/kernels.def")}
 
-# Kernels of operations around convolutions, which the handlers launch themselves.
+# Passes: kernels without a convolution, which the handlers launch themselves.
 AROUND = {"cuda/normalisation", "cuda/pooling"}
 
 # Layer -> the layers whose headers it may include, itself among them.
@@ -25,15 +25,16 @@ MAY_INCLUDE = {
     "core": {"core"},
     "cpu": {"core", "cpu"},
     "cuda/ptx": {"core", "cuda/ptx"},
-    "cuda/common": {"core", "cuda/ptx", "cuda/common"},
+    "cuda/calibration": set(),
+    "cuda/common": {"core", "cuda/calibration", "cuda/ptx", "cuda/common"},
     **{own: {"core", "cuda/ptx", "cuda/common", own} for own in FAMILIES | AROUND},
-    # The files of cc/cuda itself: what looks among all families, for a choice, a plan or a launch.
+    # The files of cc/cuda itself, which search all families for a choice, a plan or a launch.
     "cuda": {"core", "cuda", "cuda/common", *FAMILIES},
     "ffi": {"core", "cpu", "cuda", "cuda/common", *AROUND, "ffi"},
-    # The Python module sees the interface of a platform and nothing behind it.
+    # The Python module includes only the interface of a platform.
     "bindings": {"ffi"},
 }
-# Foreign headers by layer; the C++ standard library is everyone's.
+# Foreign headers by layer. Every layer may use the C++ standard library.
 MAY_USE = {
     "core": set(),
     "cpu": {"dnnl", "intrinsics", "memory advice", "openmp"},
@@ -53,8 +54,8 @@ FOREIGN = {
     "xla": re.compile(r"xla/.*"),
     "nanobind": re.compile(r"nanobind/.*"),
 }
-# What is selected and planned without a toolkit knows no CUDA: all .cc files of cc/cuda, and what
-# the handlers include.
+# Selection and planning need no CUDA toolkit: all .cc files of cc/cuda, and headers that handlers
+# include.
 PLAIN = re.compile(r".*\.(h|cc|def)")
 INCLUDE = re.compile(r'^\s*#\s*include\s*([<"])([^>"]+)[>"]', re.MULTILINE)
 
@@ -65,7 +66,7 @@ def layer_of(path: str) -> str | None:
 
 
 def forbidden_includes(path: str, text: str) -> list[str]:
-    """What is wrong with the includes of one file, ``path`` being relative to cc/."""
+    """Complaints about the includes of one file; ``path`` is relative to cc/."""
     layer = layer_of(path)
     if layer is None:
         return [f"{path}: belongs to no layer"]
@@ -132,7 +133,7 @@ def test_a_forbidden_include_is_found(path, include):
 
 
 def declared_below(headers: list[str], sources: list[str]) -> list[str]:
-    """Sources whose header lies in another folder: a layer declares nothing of those above it."""
+    """Sources whose header lies in another folder: a layer must not declare code of another."""
     folders: dict[str, set[str]] = {}
     for path in headers:
         folder, _, name = path.rpartition("/")
@@ -162,7 +163,7 @@ PYTHON_FILES = sorted(PACKAGE.rglob("*.py"))
 
 
 def imports(tree: ast.AST) -> set[str]:
-    """Dotted names of everything imported: modules, and what is taken from them."""
+    """Dotted names of all imports: modules, and the names imported from them."""
     found = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -177,7 +178,7 @@ def within(name: str, package: str) -> bool:
 
 
 def forbidden_imports(path: str, text: str) -> list[str]:
-    """What is wrong with the imports of one module, ``path`` being relative to the repository."""
+    """Complaints about the imports of one module; ``path`` is relative to the repository."""
     tree, wrong = ast.parse(text), []
     inner = path.startswith("jaxconv/_src/")
     for name in sorted(imports(tree)):
@@ -193,7 +194,7 @@ def forbidden_imports(path: str, text: str) -> list[str]:
             wrong.append(f"{path}: imports {name}; examples use public names")
         if path == "jaxconv/_src/compat.py" and within(name, "jaxconv"):
             wrong.append(f"{path}: imports {name}; compat imports only jax")
-    # Loading by name is the same as importing.
+    # Loading by name counts as an import.
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and path != "jaxconv/_src/library/native.py":
             loads = ast.unparse(node.func).endswith(("import_module", "__import__"))
@@ -204,7 +205,7 @@ def forbidden_imports(path: str, text: str) -> list[str]:
 
 
 # The rooms of _src from the bottom up: compat is a module, the others are packages. A module
-# imports from its own room and from those below; rooms on one floor do not see each other.
+# imports from its own room and from those below; rooms on the same floor do not import each other.
 FLOORS = (
     ("compat",),
     ("problem",),
@@ -223,7 +224,7 @@ FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 
 
 def runtime(tree: ast.AST) -> ast.AST:
-    """A module without what it imports for its annotations alone."""
+    """A module without the imports that serve only its annotations."""
     for node in ast.walk(tree):
         if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
             node.body = [ast.Pass()]
@@ -231,7 +232,7 @@ def runtime(tree: ast.AST) -> ast.AST:
 
 
 def imports_above(room: str, text: str) -> list[str]:
-    """What a module of a room imports of other rooms on its floor, or of those above."""
+    """The imports of a room's module from other rooms on its floor, or from floors above."""
     rooms = {
         n.split(".")[2] for n in imports(runtime(ast.parse(text))) if within(n, "jaxconv._src")
     }
@@ -289,15 +290,15 @@ def test_a_forbidden_import_is_found(path, text):
 
 # --- names ----------------------------------------------------------------------------------------
 
-# Words that say nothing, or that every next change turns into a lie.
+# Words without content, or that become wrong with the next change.
 BANNED = {"fast", "optimized", "new", "v2", "helper", "helpers", "misc", "utils", "util"}
-# Names that are not ours to choose: an established term, and C++ library functions.
+# Names given from outside: an established term, and C++ library functions.
 GIVEN = {"FastDivmod", "fast_divmod"}
 COMMENT_OR_STRING = re.compile(r'//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\])*"', re.DOTALL)
 
 
 def words(name: str) -> set[str]:
-    """newValue_v2 -> {new, value, v2}."""
+    """Splits a name: newValue_v2 -> {new, value, v2}."""
     split = re.sub(r"([a-z0-9])([A-Z])", r"\1_\2", name)
     return {word.lower() for word in re.split(r"[_\W]+", split) if word}
 
@@ -307,7 +308,7 @@ def banned_in(name: str) -> bool:
 
 
 def cc_names(text: str) -> set[str]:
-    """Identifiers of a C++ file, its comments, strings and preprocessor lines taken out."""
+    """Identifiers of a C++ file without its comments, strings and preprocessor lines."""
     text = re.sub(r"^\s*#.*$", "", COMMENT_OR_STRING.sub("", text), flags=re.MULTILINE)
     return {name for name in re.findall(r"[A-Za-z_]\w+", text) if name != "new"}
 
@@ -351,7 +352,7 @@ def test_a_banned_name_is_found(name):
 
 
 def shared_classes(texts: dict[str, str]) -> list[str]:
-    """Names that classes of several modules have."""
+    """Names of classes that several modules define."""
     modules: dict[str, list[str]] = {}
     for path, text in texts.items():
         for node in ast.parse(text).body:
@@ -372,12 +373,12 @@ def test_a_class_name_means_one_thing():
     assert shared_classes({"a.py": "class Call: ...", "b.py": "class _Call: ..."})
 
 
-# What tests of any folder import.
+# Folders that tests of any folder may import from.
 SHARED_BY_TESTS = ("support", "emulator")
 
 
 def wrong_imports_of_tests(texts: dict[str, str]) -> list[str]:
-    """Imports of a test module, or of another folder's module; ``texts`` by path below tests/."""
+    """Imports of test modules, or from another folder's modules; ``texts`` by path below tests/."""
     paths = list(map(pathlib.PurePosixPath, texts))
     folders = {path.stem: path.parent.name for path in paths if path.parent.name}
     wrong = []
@@ -398,7 +399,7 @@ def wrong_imports_of_tests(texts: dict[str, str]) -> list[str]:
 
 
 def test_tests_import_what_they_share_and_no_test():
-    """Files have different names: pytest puts every folder of tests on the path."""
+    """Files have unique names, because pytest puts every folder of tests on the path."""
     paths = sorted((REPOSITORY / "tests").rglob("*.py"))
     texts = {p.relative_to(REPOSITORY / "tests").as_posix(): p.read_text() for p in paths}
     names = [path.name for path in paths if path.name != "conftest.py"]
@@ -418,7 +419,7 @@ def test_tests_import_what_they_share_and_no_test():
 
 
 def test_files_can_be_read_at_one_sitting():
-    """At most 600 lines, and 450 where a file is device code."""
+    """A file has at most 600 lines; device code at most 450."""
     found = [
         path
         for name in ("cc", "jaxconv", "tests", "tools", "examples")

@@ -1,4 +1,4 @@
-"""The bench's networks: their size, their layers, and that both libraries compute the same."""
+"""The bench's networks: their sizes and layers; both libraries compute the same results."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from jaxconv.bench.networks.blocks import Pass
 
 pytestmark = pytest.mark.usefixtures("on_the_cpu")
 
-# Parameters as published: by torchvision (exactly) and, of the 3-D U-Net, by its paper (19.07 M).
+# Published parameter counts: torchvision's (exact), and the 3-D U-Net's from its paper (19.07 M).
 PARAMETERS = {
     "resnet50": 25_557_032,
     "resnext50": 25_028_904,
@@ -26,7 +26,7 @@ PARAMETERS = {
     "unet3d": 19_072_291,
 }
 
-# Every kind of block of a network in a few layers, as compiling takes most of a test's time.
+# A few layers with every kind of block of a network, because most of a test's time is compiling.
 SHALLOW = {
     "resnet50": (networks.resnet50, {"STAGES": ((2, 2),)}),
     "resnext50": (networks.resnet50, {"STAGES": ((1, 2),)}),
@@ -38,7 +38,7 @@ SHALLOW = {
     "wavenet": (networks.wavenet, {"DILATIONS": (1, 2), "RESIDUAL": 16, "SKIP": 32}),
 }
 
-# Extents of the inputs. The last maps have pixels enough for a variance over them.
+# Extents of the inputs. The last activations have enough pixels for a variance.
 SIZES = {"unet": 8, "unet3d": 8, "wavenet": 64}
 
 
@@ -72,13 +72,13 @@ def relative(ours, theirs) -> float:
 
 
 def compiled(function, *arguments):
-    """The function compiled without optimisation, which takes half the time."""
+    """Compiles the function without optimisation, which takes half the time."""
     options = {"xla_backend_optimization_level": 0}
     return jax.jit(function).lower(*arguments).compile(compiler_options=options)
 
 
 def check_both_libraries(name: str, batch: int, size: int) -> None:
-    """Inference and training, float32: both libraries give the same, and the loss falls."""
+    """Inference and training in float32: both libraries agree, and the loss falls."""
     network = NETWORKS[name]
     shape = programs.input_shape(network, batch, size)
     state = programs.initial_state(network, jax.ShapeDtypeStruct(shape, jnp.float32))
@@ -96,9 +96,9 @@ def check_both_libraries(name: str, batch: int, size: int) -> None:
     (y, after, loss), (lax_y, lax_after, lax_loss) = found["jaxconv"], found["lax"]
     assert relative(y, lax_y) < 1e-4
     assert relative(loss, lax_loss) < 1e-4
-    # The first step's velocity is the gradient. It may differ by more than the results: a sum that
-    # is almost zero has another sign in the other library and passes a ReLU there, and gradients of
-    # deep networks amplify rounding: a last bit of the input moves ResNet-50's by 2 %.
+    # The first step's velocity is the gradient. It may differ by more than the results: a sum close
+    # to zero may have another sign in the other library and then passes a ReLU, and gradients of
+    # deep networks amplify rounding. A change of the input's last bit moves ResNet-50's by 2 %.
     assert relative(after.velocity, lax_after.velocity) < max(1e-2, 4 * sensitivity)
     if state.statistics:
         assert relative(after.statistics, lax_after.statistics) < 1e-4
@@ -119,7 +119,7 @@ def test_a_shallow_network_is_the_same_on_both_libraries(name, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NETWORKS)
 def test_a_network_is_the_same_on_both_libraries(name, monkeypatch):
-    if name == "unet":  # half a billion parameters would take gigabytes
+    if name == "unet":  # its half a billion parameters take gigabytes
         monkeypatch.setattr(networks.unet, "CHANNELS", (32, 64, 128, 128))
     check_both_libraries(name, batch=8, size=SIZES.get(name, 64))
 
@@ -194,6 +194,6 @@ def test_squeeze_excite_scales_channels():
 def test_a_transposed_convolution_writes_each_window_once():
     x, w = random(1, 2, 2, 3), random(2, 2, 3, 4)
     y = pass_with([w]).conv_transpose(jnp.asarray(x), 4, 2)
-    # lax's convention: the window is that of the convolution of an input with zeros in between.
+    # In lax the window is that of the convolution of the dilated input.
     expected = np.einsum("nhwc,rsck->nhrwsk", x, w[::-1, ::-1]).reshape(1, 4, 4, 4)
     np.testing.assert_allclose(y, expected, rtol=1e-4)

@@ -1,4 +1,4 @@
-"""The measurements in docs/results, and what the pages say of them (tools/results.py)."""
+"""The measurements in docs/results, and the text that tools/results.py writes into pages."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_what_the_pages_say_in_words(results):
 
 
 def test_what_is_said_of_losses(results):
-    """Sentences of when_not.md with a network's figures."""
+    """Sentences of when_not.md with the figures of a network."""
     text = " ".join((DOCS / "when_not.md").read_text().split())
 
     def ms(name: str, side: str, column: str = "ms", **place: str) -> float:
@@ -127,7 +127,7 @@ def test_networks_are_added(results, tmp_path):
     bench.write_text(json.dumps(content | {"rows": [{**run, **sides, "wrong": False}]}))
     row = {"network": "VGG16", "mode": "infer", "dtype": "f32", "batch": 64, "step_ms": 2.0}
     rows = [{**row, "side": "lax", "device_ms": 1.5}]
-    rows.append({**row, "side": "fused", "device_ms": None, "step_ms": None})  # failed
+    rows.append({**row, "side": "fused", "device_ms": None, "step_ms": None})  # this side failed
     content["environment"] = ENVIRONMENT | {"keras": "3.0"}
     keras.write_text(json.dumps(content | {"rows": rows}))
 
@@ -140,7 +140,7 @@ def test_networks_are_added(results, tmp_path):
     ]
     assert added[0]["command"] == "python -m jaxconv.bench --network resnet50"
     after = results.with_rows(before, added)
-    assert len(after) == len(before) + 1  # those of ResNet-50 are replaced
+    assert len(after) == len(before) + 1  # the rows of ResNet-50 are replaced
     assert all(list(row) == list(before[0]) for row in after)
 
     bench.write_text(json.dumps(content | {"environment": {"device": "a CPU"}}))

@@ -1,4 +1,4 @@
-"""The programs that come with the library: doctor, bench and the training example."""
+"""The programs of the library: doctor, bench and the examples."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def test_both_layouts_share_what_does_not_depend_on_them(tmp_path, monkeypatch):
         row[side]["error"] == 0 for row in rows for side in ("jaxconv", "lax")
     )
     assert counted["compile_program"] == 2 * 3
-    # Once ahead, and for each row, which compiles it only where what is compiled fails.
+    # Once ahead, and once for each row, which compiles it only if the earlier program fails.
     assert counted["reference_function"] == 2 + 4
 
 
@@ -176,7 +176,7 @@ def test_bench_goes_on_after_an_interruption(tmp_path, capsys, monkeypatch):
             raise KeyboardInterrupt
         asked.append(problem.op.value)
         row = measure.measure(problem, repetitions=1, seconds=0)
-        row.sides["jaxconv"].error = None if asked == ["fprop", "dgrad"] else 0.0  # wrong
+        row.sides["jaxconv"].error = None if asked == ["fprop", "dgrad"] else 0.0  # None: wrong
         return row
 
     monkeypatch.setattr(command_layers, "measure", measured)
@@ -188,7 +188,7 @@ def test_bench_goes_on_after_an_interruption(tmp_path, capsys, monkeypatch):
     asked.append("")
     assert bench.main(arguments) == progress.INTERRUPTED
     asked.clear()
-    assert bench.main(arguments) == 0  # dgrad was done in the second run
+    assert bench.main(arguments) == 0  # the second run measured dgrad
     assert asked == ["wgrad"]
     rows = json.loads(out.read_text())["rows"]
     assert rows[0] == first[0] and [row["op"] for row in rows] == ["fprop", "dgrad", "wgrad"]
@@ -257,7 +257,7 @@ def test_bench_finds_the_layers_of_a_network():
         "2x56x56 96->192 2x2 /2",
     ]
     assert len(found.layers) == 8  # of 22 convolutions
-    assert network_layers.layers_of("wavenet").left_out == 31  # padded on one side
+    assert network_layers.layers_of("wavenet").left_out == 31  # with padding on one side
 
 
 def test_bench_leaves_out_what_xla_computes(tmp_path, monkeypatch, native_cpu):
@@ -354,8 +354,8 @@ def test_bench_measures_a_network_and_draws_it(tmp_path, capsys, monkeypatch):
     assert [row["mode"] for row in rows] == ["train", "infer"]
     for row in rows:
         assert row["shape"] == [2, 64, 256] and not row["wrong"] and row["difference"] < 1e-2
-        # The first; the dilated one, skip and residual of two layers, the last without residual;
-        # and the last two. The first needs no gradient of its input.
+        # The first layer; the dilated layer, skip and residual of two blocks (the last has no
+        # residual); the last two layers. The first layer needs no gradient of its input.
         assert row["convolutions"] == (8 if row["mode"] == "infer" else 8 + 8 + 7)
         assert row["on_kernels"] == sum(row["instances"].values())
         fused = row["fused_kernels"]
@@ -381,7 +381,7 @@ def test_every_layer_parses_back_from_its_numbers():
 
 
 def test_the_training_example_learns(tmp_path):
-    """Few epochs, so not yet the 97 % that the example demands, but as far as lax's convolution."""
+    """Few epochs do not reach the example's 97 %, but the accuracy of lax's convolution."""
     for package in ("flax", "optax", "sklearn", "matplotlib", "tqdm"):
         pytest.importorskip(package, reason=f"the example needs {package}")
     done = run(
@@ -402,7 +402,7 @@ def test_the_training_example_learns(tmp_path):
 
 
 def test_the_training_example_learns_with_winograd(tmp_path):
-    """Forwards and backwards; few epochs, and as far as lax's direct convolution."""
+    """Forward and backward; after few epochs, the same accuracy as lax's convolution."""
     for package in ("flax", "optax", "sklearn", "matplotlib", "tqdm"):
         pytest.importorskip(package, reason=f"the example needs {package}")
     options = ["--epochs", "2", "--dtype", "bf16", "--algorithm", "winograd_f4x4"]
@@ -416,7 +416,7 @@ def test_the_training_example_learns_with_winograd(tmp_path):
 
 
 def test_the_resnet_example_compares_loss_curves(monkeypatch, capsys):
-    """Two of its blocks, on small images: the whole network takes minutes to compile."""
+    """Only two blocks, on small images, because the whole network takes minutes to compile."""
     for package in ("flax", "optax", "sklearn", "tqdm"):
         pytest.importorskip(package, reason=f"the example needs {package}")
     path = REPOSITORY / "examples" / "resnet50.py"
@@ -428,7 +428,7 @@ def test_the_resnet_example_compares_loss_curves(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["resnet50.py", *options])
     assert example.main() == 0
     said = capsys.readouterr().out
-    # Stem and two blocks with a shortcut each; every one but the stem has a data gradient.
+    # The stem, and two blocks with a shortcut each. All but the stem have a data gradient.
     assert "26 of 26 convolutions on jaxconv's kernels; 9 with statistics" in said
     lax, other, far = (example.Run(np.full(20, float(at)), 1.0) for at in (1, 2, 9))
     assert not example.alike(lax, [other, other], far, "x")
@@ -461,7 +461,7 @@ INT8_DTYPES = ["int8", "int8_nhwc", "int8_nchw32"]
 
 def test_bench_measures_quantised_layers_exactly(tmp_path, capsys):
     out = tmp_path / "rows.json"
-    # An image, a layer of one axis, and a depthwise one.
+    # An image, a layer with one axis, and a depthwise layer.
     sizes = ("1,9,9,3,40,5,5,2,2", "1d:2,9,32,32,3,1,1", "1,4,4,8,8,3,3,1,1,8")
     layer_options = [option for size in sizes for option in ("--layer", size)]
     arguments = [*layer_options, "--dtype", *INT8_DTYPES, "--reps", "1", "--seconds", "0"]
@@ -471,8 +471,8 @@ def test_bench_measures_quantised_layers_exactly(tmp_path, capsys):
     rows = json.loads(out.read_text())["rows"]
     assert [row["dtype"] for row in rows] == [
         *INT8_DTYPES,
-        *("int8", "int8_nhwc"),  # NCHW32 has two axes
-        *("int8", "int8_nhwc"),  # a group fills no block of 32 channels
+        *("int8", "int8_nhwc"),  # NCHW32 needs two axes
+        *("int8", "int8_nhwc"),  # a group has less than 32 channels
     ]
     for row in rows:
         assert row["op"] == "fprop" and row["jaxconv"]["error"] == 0 and not row["wrong"]
@@ -508,7 +508,7 @@ def test_bench_refuses_networks_without_an_int8_form(arguments, message, capsys)
 
 
 def test_the_quantised_example_keeps_the_accuracy(tmp_path):
-    """Few epochs; the example itself fails where int8 loses more than half a point."""
+    """After few epochs; the example itself fails if int8 loses more than half a point."""
     for package in ("flax", "optax", "sklearn", "matplotlib", "tqdm"):
         pytest.importorskip(package, reason=f"the example needs {package}")
     example = str(REPOSITORY / "examples" / "int8_inference.py")

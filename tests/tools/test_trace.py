@@ -1,4 +1,4 @@
-"""The bench's reading of a GPU's trace: events, unions of intervals, and what is a convolution."""
+"""How the bench reads a GPU trace: events, unions of intervals, and which are convolutions."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jaxconv.bench.layers import parse
 from jaxconv.bench.problem import Problem
 from jaxconv.bench.trace import Event
 
-# As a profiler writes it: two streams, a line that sums them up, and the host.
+# A trace in the profiler's form: two streams, a line that sums them up, and the host.
 PROFILE = """
 planes {
   name: "/device:GPU:0"
@@ -38,7 +38,7 @@ planes {
 planes { name: "/host:CPU" lines { name: "Stream" events { metadata_id: 1 duration_ps: 9 } } }
 """
 
-# The forms that XLA:GPU's compiled programs have.
+# Instructions in the forms of XLA:GPU's compiled programs.
 PROGRAM = """
 HloModule jit_step, is_scheduled=true, entry_computation_layout={(f32[8]{0})->f32[8]{0}}
 
@@ -107,11 +107,11 @@ def test_device_time_splits_into_convolutions_and_the_rest():
 @pytest.mark.parametrize(
     ("event", "expected"),
     [
-        # The instruction decides, whatever the kernel is called.
+        # The instruction decides, whatever the kernel's name.
         (Event("nchwToNhwcKernel", 0, 1, "cudnn-conv.3"), True),
         (Event("fill", 0, 1, "jaxconv_fprop.4"), True),
         (Event("cudnn_like_name", 0, 1, "topk.1"), False),
-        # Sums, which other libraries leave to XLA.
+        # Sums do not count as convolutions, because other libraries leave them to XLA.
         (Event("void jaxconv::SumMasked<bf16>", 0, 1, "jaxconv_masked_sums.5"), False),
         (Event("void jaxconv::NormaliseAndAdd<bf16>", 0, 1, "jaxconv_normalise_add.6"), False),
         (Event("void jaxconv::NormaliseAndAdd<bf16>", 0, 1, "call.2"), False),
@@ -119,11 +119,11 @@ def test_device_time_splits_into_convolutions_and_the_rest():
         (Event("void jaxconv::SumMoments<moments_bf16_y1>", 0, 1, "call.2"), False),
         (Event("void jaxconv::GatherGradient<bf16>", 0, 1, "jaxconv_max_pool.7"), False),
         (Event("void jaxconv::max_pool_internal::PoolMaxima<bf16>", 0, 1, "call.2"), False),
-        # XLA names a kernel after its instruction.
+        # XLA names its kernels after instructions.
         (Event("gemm_fusion_dot_7", 0, 1), True),
         (Event("loop_convert_fusion_2", 0, 1), False),
         (Event("loop_convert_fusion_2", 0, 1, "call.2"), False),
-        # A library's kernel within a command buffer.
+        # A library's kernel in a command buffer.
         (Event("sm80_xmma_wgrad_implicit_gemm_indexed_bf16", 0, 1, "call.2"), True),
         (Event("void jaxconv::Kernel<fprop_igemm_wgmma_bf16_256x64x64>", 0, 1, "call.2"), True),
         (Event("nvjet_hsh_256x128", 0, 1, "unknown"), True),

@@ -1,4 +1,4 @@
-"""What ``tools/wheels.py`` and ``tools/wheel_symbols.py`` let pass as a wheel of a release."""
+"""The checks of ``tools/wheels.py`` and ``tools/wheel_symbols.py`` on a release's wheels."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def symbols():
 
 @pytest.fixture(params=native.PLATFORMS)
 def built(request) -> native.Platform:
-    """The kernels of a platform, with or without a device for them."""
+    """The kernels of a platform, with or without a device that runs them."""
     kernels = native.load(request.param)
     if isinstance(kernels, native.Refusal):
         pytest.skip(kernels.reason)
@@ -218,9 +218,9 @@ def test_the_libraries_of_this_build_are_read(symbols, built):
 
 
 def test_an_exception_of_the_library_reaches_python(built):
-    """Module and library of a wheel have a libstdc++ each; this goes from one to the other.
+    """An exception passes between the wheel's module and library, which each have a libstdc++.
 
-    The library copies the key into its message, for which memory is short.
+    The library copies the key into its message; allocating that copy fails.
     """
     code = f"""
 import resource, jaxconv

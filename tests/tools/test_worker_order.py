@@ -12,7 +12,7 @@ def test_long_tests_begin_at_once(count, longs, workers):
     order = long_first(list(range(count)), [i in longs for i in range(count)], workers)
     assert sorted(order) == list(range(count))
     at, begins = 0, []
-    for worker in range(workers):  # each one's part, as xdist hands them out
+    for worker in range(workers):  # the parts that xdist gives to each worker
         begins += order[at : at + 1]
         at += (count - at) // (workers - worker)
     assert count < workers or longs <= set(begins)

@@ -1,4 +1,4 @@
-"""``algorithm="winograd"``: exact on scaled integers, accurate as stated, refused with reasons."""
+"""``algorithm="winograd"``: exact on scaled integers, errors as stated, refusals with reasons."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_the_matrices_are_the_library_s(tmp_path):
 
 
 def scale(algorithm: str) -> int:
-    """What makes U of an integer filter integer: the common denominator of G, twice for 2-D."""
+    """The weight that makes U of integers integral: G's common denominator, for each dimension."""
     tile = winograd_jax.TILES[algorithm.removeprefix("winograd_")]
     return math.prod(
         math.lcm(*(e.denominator for row in matrices(m).g for e in row)) for m in tile if m > 1
@@ -108,7 +108,7 @@ def scale(algorithm: str) -> int:
 
 @functools.lru_cache(maxsize=64)
 def scaled_integers(op: Op, p, weight: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Activations of -1, 0 and 1, a filter of -weight, 0 and weight; sparse where sums are long.
+    """Activations of -1, 0 and 1; a filter of -weight, 0 and weight. Long sums are sparse.
 
     U and V are then exact in float16, and M in float32.
     """
@@ -120,7 +120,7 @@ def scaled_integers(op: Op, p, weight: int) -> tuple[np.ndarray, np.ndarray, np.
 
 
 def check_exact(p, dtype, algorithm: str, layout: str = "last") -> None:
-    """Both operations, in one program: compiling takes most of the time."""
+    """Checks both operations in one program, because compiling takes most of the time."""
     operands, expected, spec = [], [], p.spec(algorithm=algorithm, layout=layout)
     for op in OPS:
         lhs, rhs, result = scaled_integers(op, p, scale(algorithm))
@@ -137,22 +137,26 @@ def check_exact(p, dtype, algorithm: str, layout: str = "last") -> None:
         repro = f"{algorithm} {op.value} {p.name} {np.dtype(dtype).name} {layout}"
         if algorithm == "winograd_f4x4":
             # A few sums of its output transform need more than 24 bits. M is a multiple of 1/256
-            # and A^T of 2: a mistake in any element of U, V or M is one of at least 1/64.
-            # In float32 U is not rounded to 11 bits, which makes it exact elsewhere.
+            # and A^T of 2, so an error in any element of U, V or M changes the result by at least
+            # 1/64. With float32 operands U is not rounded to 11 bits, and the filter's weight does
+            # not make it exact.
             allowed = 1e-6 * np.abs(right).max() if dtype == np.float32 else 0
             assert np.abs(result - right).max() < 1 / 256 + allowed, repro
         elif algorithm == "winograd_f4x3" and jax.default_backend() == "gpu":
-            # XLA's sums on an H200 are off in the last bit of float32; a mistake is one of a unit.
+            # On an H200 XLA's sums round the last bit of float32; an error would be at least 1.
             assert np.abs(result - right).max() <= 1e-6 * np.abs(right).max(), repro
         else:
             assert_exact(result, right, repro)
 
 
-@pytest.mark.parametrize("algorithm", ["winograd_f2x2", "winograd_f4x4", "winograd_f4x3"])
+EXACT = ("winograd_f2x2", "winograd_f4x4", "winograd_f4x3")
+
+
+@pytest.mark.parametrize("algorithm", EXACT)
 @pytest.mark.parametrize("p", PROBLEMS, ids=lambda p: p.name)
 def test_exact(platform, algorithm, p):
-    # Every problem in both types, every algorithm in both.
-    dtype = (np.float16, jnp.bfloat16)[(len(p.name) + len(algorithm[-3:].strip("f"))) % 2]
+    # The types alternate, so that every problem and every algorithm runs in both.
+    dtype = (np.float16, jnp.bfloat16)[(PROBLEMS.index(p) + EXACT.index(algorithm)) % 2]
     check_exact(p, dtype, algorithm)
 
 
@@ -169,7 +173,7 @@ def test_exact_in_other_layouts(platform, name, layout):
 
 
 def test_taps_that_cancel_leave_nothing():
-    """3 a - a - 2 a is 0, but not of a rounded product 3 a, nor of one that is not rounded."""
+    """3 a - a - 2 a is 0, but rounding 3 a, or contracting it to an FMA, leaves a rest."""
     taps = list(itertools.product(range(-7, 8), repeat=3))
     w = jnp.broadcast_to(jnp.asarray(taps, jnp.float32).T[None], (3, 3, len(taps)))
     for m in POINTS:
@@ -198,7 +202,7 @@ def test_errors_are_those_stated(platform, dtype):
 
 @pytest.mark.optimized
 def test_the_error_stated_of_tf32_is_that_of_u_and_v_in_11_bits(monkeypatch):
-    """As a GPU multiplies float32 operands at DEFAULT; U and V are rounded here."""
+    """A GPU multiplies float32 operands at DEFAULT so; here the test rounds U and V."""
 
     def rounded(subscripts, *operands, einsum=jnp.einsum, **options):
         operands = (lax.reduce_precision(a, exponent_bits=8, mantissa_bits=10) for a in operands)
@@ -208,7 +212,7 @@ def test_the_error_stated_of_tf32_is_that_of_u_and_v_in_11_bits(monkeypatch):
     measurement = Measurement(seed=1)
     for tile in winograd_jax.TILES:
         stated = winograd_jax.rms_error(f"fprop_winograd_f32_{tile[1:]}_jax", "cuda", "default")
-        # A program of its own for every tile, compiled while einsum rounds.
+        # A separate program for every tile, compiled while einsum is replaced by a rounding one.
         found = measurement(Case(tile, "f32", 64))
         assert stated / 1.1 < found.rms < 1.1 * stated, (tile, found)
 
@@ -216,7 +220,7 @@ def test_the_error_stated_of_tf32_is_that_of_u_and_v_in_11_bits(monkeypatch):
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("algorithm", NAMED)
 def test_float32_and_the_default_tile(op, algorithm):
-    """float32 operands stay float32; the family takes the tile of fewest multiplications."""
+    """float32 operands stay float32; the family takes the tile with the fewest multiplications."""
     p = BY_NAME["prime_extents"]
     lhs, rhs = normal_operands(op, p, "f32")
     exact = reference(op, p, lhs, rhs)
@@ -230,7 +234,7 @@ def test_float32_and_the_default_tile(op, algorithm):
 
 @pytest.mark.parametrize("sizes", [(1e30, 1e-25), (1e-36, 3e38), (3e38, 0.0)])
 def test_bfloat16_of_any_magnitude(sizes):
-    """Operands beyond float16's range are scaled by powers of two, which cost nothing."""
+    """Operands beyond float16's range are scaled by powers of two, which round nothing."""
     p = BY_NAME["one_image"]
     x, w = normal_operands(Op.FPROP, p, "bf16")
     y = p.operation(Op.FPROP, "f32", algorithm="winograd_f4x4")
@@ -248,7 +252,7 @@ def test_bfloat16_of_any_magnitude(sizes):
 def test_nan_and_inf_spread_to_their_tiles_at_most(dtype, value):
     x, w = np.ones((2, 8, 8, 8), dtype), np.full((3, 3, 8, 8), 0.25, dtype)
     clean = jaxconv.conv(x, w, algorithm="winograd_f4x4")
-    x[1, 5, 2, 3] = value  # read by the outputs (4:7, 1:4): the tile (4:8, 0:4) alone
+    x[1, 5, 2, 3] = value  # outputs (4:7, 1:4) read it: only the tile (4:8, 0:4)
     y = np.asarray(jaxconv.conv(x, w, algorithm="winograd_f4x4"))
     spoilt = ~np.isfinite(y.astype(np.float32))
     assert spoilt[1, 4:7, 1:4].all()
@@ -297,7 +301,7 @@ def test_second_derivatives_beside_the_direct_convolution_s(dtype):
 
     for ours, theirs in zip(second("winograd_f4x4")(x, w), second("xla")(x, w), strict=True):
         exact = np.asarray(theirs).astype(np.float64)
-        # Two convolutions and their roundings: bfloat16's own is 1.7e-3, that of F(4x4) 2.4e-3.
+        # Two convolutions with roundings: bfloat16's own error is 1.7e-3, that of F(4x4) 2.4e-3.
         assert error(ours, exact) < (8e-3 if dtype == jnp.bfloat16 else 1e-5)
 
 
@@ -417,7 +421,7 @@ def lax_conv(x, w, stride=1):
 
 
 def test_a_program_whose_layers_it_takes_in_part(native_cpu):
-    """Under ``override`` a layer that Winograd refuses is chosen as usual, and explain says why."""
+    """Under ``override`` a layer that Winograd refuses gets the usual kernel; explain says why."""
     x, w = draw((2, 8, 8, 4), (3, 3, 4, 4))
 
     def loss(x, w):
@@ -474,7 +478,7 @@ def test_install_and_families_under_override(native_cpu):
 @pytest.mark.optimized
 @pytest.mark.parametrize("dtype", ["bf16", pytest.param("f16", marks=pytest.mark.slow)])
 def test_a_network_trained_with_it_is_as_accurate(dtype):
-    """Digits: three 3x3 layers, forwards and backwards by F(4x4), and directly."""
+    """On digits: three 3x3 layers, with F(4x4) in both directions, and with direct kernels."""
     digits = pytest.importorskip("sklearn.datasets").load_digits()
     images = (digits.images / 16).astype(np.float32)[..., None]
     labels, cut = digits.target.astype(np.int32), 1200
@@ -488,7 +492,7 @@ def test_a_network_trained_with_it_is_as_accurate(dtype):
         return x.reshape(x.shape[0], -1).astype(jnp.float32) @ params["dense"]
 
     def loss(params, x, labels):
-        # Scaled, so that gradients are normal numbers of float16; Adam's steps do not change.
+        # The scaled loss keeps gradients normal in float16; Adam's steps do not change.
         return optax.softmax_cross_entropy_with_integer_labels(logits(params, x), labels).sum()
 
     optimizer = optax.adam(8e-3)

@@ -1,4 +1,4 @@
-"""Filters prepared for Winograd: the same numbers as with the filter, in the kernels' layout."""
+"""Filters prepared for Winograd give the same numbers; their layout is that of the kernels."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_a_prepared_filter_is_an_argument_of_programs():
     )
     np.testing.assert_array_equal(y, jaxconv.conv(x, prepared))
     text = jax.jit(jaxconv.conv).lower(x, prepared).as_text()
-    # No transform of the filter: only 36 rows of V, and the products.
+    # The program does not transform the filter: it has only 36 rows of V, and the products.
     assert "tensor<3x3x4x8xf16>" not in text
     abstract = jax.eval_shape(prepare, jax.ShapeDtypeStruct(w.shape, w.dtype))
     assert abstract.data.shape == prepared.data.shape and abstract.channels == 4
@@ -121,13 +121,13 @@ def _with_epilogue(x, prepared, bias, residual):
 
 @pytest.mark.parametrize("kind", ["Auto", "Explicit", "Manual"])
 def test_positions_and_an_epilogue_over_eight_devices(kind):
-    """Bits are those of one device: a tile's rounding depends on its own pixels and channels."""
+    """The bits are those of one device, because a tile's rounding depends only on its own data."""
     x, w, residual = draw((4, 8, 6, 4), (3, 3, 4, 8), (4, 8, 6, 8))
     bias = np.arange(8, dtype=np.float32) / 8
     prepared = winograd.prepare(w, "f2x2")
     whole = jax.jit(_with_epilogue)(x, prepared, bias, residual)
     manual = kind == "Manual"
-    of = Spec("data") if manual else Spec("model", "data")  # rows of a tile stay together: 8 / 4
+    of = Spec("data") if manual else Spec("model", "data")  # rows of a tile are not split: 8 / 4
     mesh = jax.make_mesh(
         (4, 2),
         ("data", "model"),
@@ -174,7 +174,7 @@ def test_bfloat16_of_any_magnitude(size):
 
 @pytest.mark.parametrize("groups", [1, 2])
 def test_the_row_order_is_the_library_s(tmp_path, groups):
-    """U of "f4x3", element by element where cc/cuda/winograd/row_filter.h puts it."""
+    """U of "f4x3" has each element where cc/cuda/winograd/row_filter.h puts it."""
     compiler = shutil.which("c++")
     if compiler is None:
         pytest.skip("no C++ compiler")
@@ -283,7 +283,7 @@ def test_it_has_no_derivative(argument):
 
 
 class Predicting:
-    """A GPU's kernels, of which only the predictions count: of the direct one, of tiles."""
+    """A GPU's kernels with only predicted times: of the direct kernel, and of Winograd's tiles."""
 
     def __init__(self, direct: float, **tiles: float):
         self.direct, self.tiles, self.xla = direct, tiles, 0.0
@@ -296,10 +296,10 @@ class Predicting:
         prepared = [t for t, word in winograd_filter.LAYOUTS.items() if key.endswith(f" {word}")]
         names = [t for t in self.tiles if algorithm in ("winograd", f"winograd_{t}")]
         names = [t for t in names if not prepared or t in prepared]
-        if not names:  # no such kernel in this build
+        if not names:  # the build has no such kernel
             raise ValueError(algorithm)
         name = min(names, key=self.tiles.__getitem__)
-        # Without the transform of a filter in the call, half the time.
+        # A call without the filter's transform takes half the time.
         return native.Selection(
             f"winograd_{name}", microseconds=self.tiles[name] / (1 + len(prepared))
         )
@@ -327,12 +327,12 @@ def test_auto_takes_winograd_on_request_where_it_is_predicted_faster(predicting)
     assert _chosen(Op.DGRAD, "auto+winograd_f4x4") == "winograd_f4x4"
     assert _chosen(Op.WGRAD, "auto+winograd") == "fprop_direct"
     assert _chosen(Op.FPROP, "auto+winograd", ("bias",)) == "fprop_direct"
-    assert _chosen(Op.FPROP, "auto+winograd_f2x3") == "fprop_direct"  # not in this build
+    assert _chosen(Op.FPROP, "auto+winograd_f2x3") == "fprop_direct"  # this build has no f2x3
     predicting.direct = 7.0
     assert _chosen(Op.FPROP, "auto+winograd") == "winograd_f6x6"
     assert _chosen(Op.FPROP, "auto+winograd_f4x4") == "fprop_direct"
     predicting.xla = 5.0
-    assert _chosen(Op.FPROP, "auto+winograd") is None  # XLA's own
+    assert _chosen(Op.FPROP, "auto+winograd") is None  # XLA's convolution
 
 
 def test_fuse_leaves_apart_what_winograd_computes_faster(predicting):
@@ -369,7 +369,7 @@ def test_the_tile_that_is_predicted_faster(predicting):
     assert winograd.faster_tile(x, w, algorithm="winograd_f4x4") == "f4x4"
     channels_first = [jax.ShapeDtypeStruct(s, "float16") for s in ((2, 64, 8, 8), (64, 64, 3, 3))]
     assert winograd.faster_tile(*channels_first, padding=1, data_format="NCHW") == "f6x6"
-    predicting.direct = 3.5  # behind f6x6 with a prepared filter, 3.0
+    predicting.direct = 3.5  # slower than f6x6 with a prepared filter, 3.0
     assert winograd.faster_tile(x, w) == "f6x6"
     assert winograd.faster_tile(x, w, algorithm="winograd_f4x4") is None
     assert winograd.faster_tile(x, w.astype(np.float32)) is None

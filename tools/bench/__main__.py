@@ -1,7 +1,7 @@
-"""``python tools/bench``: ``python -m jaxconv.bench``, and what only this repository has.
+"""``python tools/bench``: ``python -m jaxconv.bench`` with additions of this repository.
 
-That is further columns (``--peer torch cudnn``), the variants of Winograd in rows of their own
-(``--set winograd``), ``--regret`` and ``--winograd-errors``.
+The additions are columns for peers (``--peer torch cudnn``), rows for variants of Winograd (``--set
+winograd``), ``--regret`` and ``--winograd-errors``.
 """
 
 from __future__ import annotations

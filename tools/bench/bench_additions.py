@@ -1,4 +1,4 @@
-"""What the bench of this repository adds to that of the wheel."""
+"""The additions of this repository to the bench of the wheel."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""cuDNN's own convolutions as a further side, through cuDNN's Python frontend.
+"""cuDNN's own convolutions as a peer of the bench, through cuDNN's Python frontend.
 
 ``jax.lax`` and PyTorch have no int8 convolution on GPUs; cuDNN's graph API has one, in NHWC, with
 scale, bias and ReLU fused. Unlike ``jax.lax``, it also identifies plans that use Winograd; these
@@ -21,10 +21,10 @@ from jaxconv.bench.layers import Layer
 from jaxconv.bench.problem import Problem
 from jaxconv.bench.program import Program
 
-# Timed runs of each plan.
+# The number of timed runs of each plan.
 _TIMED_RUNS = 5
 
-# A plan whose first convolution takes this many times as long as another's is not timed.
+# A plan is not timed if its first convolution takes this many times as long as another's.
 _TOO_SLOW = 4
 
 
@@ -36,24 +36,24 @@ class Cudnn:
     winograd: bool
 
     def missing(self, platform: str) -> str | None:
-        """As the function."""
+        """See ``missing`` of this module."""
         return missing(platform)
 
     def about(self) -> dict[str, str]:
-        """Versions."""
+        """See ``about`` of this module."""
         return {"cudnn": about()}
 
     def build(self, problem: Problem) -> None:
-        """As the function."""
+        """See ``build`` of this module."""
         build(problem, self.winograd)
 
     def program(self, problem: Problem, copies: int, platform: str) -> Program:
-        """As the function."""
+        """See ``program`` of this module."""
         return program(problem, copies, self.winograd)
 
 
 def missing(platform: str) -> str | None:
-    """Why cuDNN cannot be measured beside the given platform, or None."""
+    """The reason why cuDNN cannot be measured on this platform, or None."""
     if platform != "cuda":
         return f"cuDNN needs an NVIDIA GPU, and JAX's default backend is {platform}"
     if importlib.util.find_spec("cudnn") is None:
@@ -62,34 +62,35 @@ def missing(platform: str) -> str | None:
 
 
 def about() -> str:
-    """The frontend's version and cuDNN's."""
+    """The versions of the frontend and of cuDNN."""
     import cudnn
 
     return f"frontend {cudnn.__version__}, cuDNN {cudnn.backend_version()}"
 
 
 def program(problem: Problem, copies: int, winograd: bool = False) -> Program:
-    """A program of ``copies`` convolutions, each with random operands of its own.
+    """A program of ``copies`` convolutions, each with its own random operands.
 
-    It replays a CUDA graph: the frontend's work for one call takes longer than a small convolution.
+    It replays a CUDA graph, because the frontend's work for a call takes longer than a small
+    convolution.
 
     Args:
-        problem: fprop in 2-D, of int8, float16 or bfloat16.
-        copies: convolutions.
-        winograd: in NCHW, by a plan that cuDNN says to be Winograd's.
+        problem: fprop in 2-D, in int8, float16 or bfloat16.
+        copies: the number of convolutions.
+        winograd: in NCHW, by a plan that cuDNN marks as Winograd.
 
     Raises:
-        ValueError: the problem is another one.
+        ValueError: the problem is not of this kind.
         RuntimeError: cuDNN has no plan for it.
     """
     return _program(_wanted(problem, winograd), copies)
 
 
 def build(problem: Problem, winograd: bool = False) -> None:
-    """Builds cuDNN's plans, which ``program`` then finds: the greater part of its time.
+    """Builds cuDNN's plans for ``program``, which is most of its time.
 
-    Once for each layer. Calls may come from any thread, one at a time; building holds Python's
-    lock, so that a second thread gains nothing.
+    Each layer is built once. Any thread may call this, one at a time. Building holds the GIL, so a
+    second thread gains nothing.
 
     Raises:
         ValueError, RuntimeError: as ``program``.
@@ -113,7 +114,7 @@ class _Built(NamedTuple):
     handle: Any
 
 
-# What ``build`` was asked for, and what it has built that no program has taken yet.
+# The problems that ``build`` was asked for, and the built graphs that no program has taken yet.
 _asked: set[_Wanted] = set()
 _ahead: dict[_Wanted, _Built] = {}
 
@@ -136,7 +137,7 @@ def _built(wanted: _Wanted) -> _Built:
     return _Built(*_graph(wanted, handle), handle)
 
 
-# Rows of one layer in two layouts follow each other, and cuDNN's side of both is the same.
+# Rows for two layouts of one layer follow each other, and share cuDNN's program.
 @functools.lru_cache(maxsize=2)
 def _program(wanted: _Wanted, copies: int) -> Program:
     import torch
@@ -154,13 +155,13 @@ def _program(wanted: _Wanted, copies: int) -> Program:
         for _ in range(starts):
             replayed.replay()
         torch.cuda.synchronize()
-        return buffers, workspace  # what the graph reads and writes stays alive
+        return buffers, workspace  # keeps the graph's buffers alive
 
     return run
 
 
 def _graph(wanted: _Wanted, handle: Any) -> tuple[Any, dict[str, Any]]:
-    """The convolution as a graph of cuDNN's, with every plan built, and its tensors by name."""
+    """The convolution as a graph of cuDNN with all plans built, and its tensors by name."""
     import cudnn
 
     layer, dtype, fused, winograd = wanted
@@ -209,7 +210,7 @@ def _graph(wanted: _Wanted, handle: Any) -> tuple[Any, dict[str, Any]]:
 def _floats(
     dtype: str, channels_first: bool, layer: Layer, tensors: dict[str, Any]
 ) -> dict[Any, Any]:
-    """One convolution's buffers: what is read is random, the result is not written yet."""
+    """The buffers of one convolution: random operands, and an uninitialised result."""
     import torch
 
     types = {"f16": torch.float16, "bf16": torch.bfloat16}
@@ -227,7 +228,7 @@ def _floats(
 
 
 def _integers(layer: Layer, tensors: dict[str, Any]) -> dict[Any, Any]:
-    """The same of int8."""
+    """``_floats`` for int8."""
     import torch
 
     on_gpu, fused = {"device": "cuda"}, "scale" in tensors
@@ -241,7 +242,7 @@ def _integers(layer: Layer, tensors: dict[str, Any]) -> dict[Any, Any]:
         "y": torch.empty(layer.shape("y"), dtype=torch.int8 if fused else torch.int32, **on_gpu),
     }
     if fused:
-        # About 40 / (73^2 sqrt(terms)), so that results fill the range of int8.
+        # A scale of about 40 / (73^2 sqrt(terms)) makes results fill the range of int8.
         deviation = 73**2 * (layer.c // layer.groups * layer.window[0] * layer.window[1]) ** 0.5
         filled["scale"] = (torch.rand(layer.k, **on_gpu) + 0.5) * (48 / deviation)
         filled["bias"] = torch.rand(layer.k, **on_gpu) * 48 - 24
@@ -249,7 +250,7 @@ def _integers(layer: Layer, tensors: dict[str, Any]) -> dict[Any, Any]:
 
 
 def _fastest(graph: Any, buffers: list[dict[Any, Any]], handle: Any) -> tuple[Any, Any]:
-    """A CUDA graph of all convolutions by the plan that takes least time, and its workspace."""
+    """A CUDA graph of all convolutions by the fastest plan, and its workspace."""
     import torch
 
     best, least, least_first = None, float("inf"), float("inf")
@@ -264,7 +265,7 @@ def _fastest(graph: Any, buffers: list[dict[Any, Any]], handle: Any) -> tuple[An
             least_first = min(first, least_first)
             captured = _captured(graph, buffers, workspace, plan, handle)
             milliseconds = _time(captured.replay)
-        except Exception as error:  # a plan that the heuristics offer may still not run
+        except Exception as error:  # a plan from the heuristics may still fail
             refusals.append(str(error).partition("\n")[0])
             continue
         if milliseconds < least:
@@ -275,7 +276,7 @@ def _fastest(graph: Any, buffers: list[dict[Any, Any]], handle: Any) -> tuple[An
 
 
 def _first(graph: Any, buffers: dict[Any, Any], workspace: Any, plan: int, handle: Any) -> float:
-    """Milliseconds of one convolution, after another one: what that loads cannot be captured."""
+    """Milliseconds of a plan's second run. The first loads code, which cannot be captured."""
     import cudnn
     import torch
 
@@ -292,7 +293,7 @@ def _first(graph: Any, buffers: dict[Any, Any], workspace: Any, plan: int, handl
 def _captured(
     graph: Any, buffers: list[dict[Any, Any]], workspace: Any, plan: int, handle: Any
 ) -> Any:
-    """A CUDA graph of one convolution after the other, by one of cuDNN's plans."""
+    """A CUDA graph of all convolutions in sequence, by one of cuDNN's plans."""
     import cudnn
     import torch
 
@@ -302,14 +303,14 @@ def _captured(
             graph.execute_plan_at_index(each, workspace, plan, handle=handle)
 
     captured = torch.cuda.CUDAGraph()
-    # "relaxed": JAX's threads may allocate meanwhile.
+    # "relaxed", because JAX's threads may allocate memory during the capture.
     with torch.cuda.graph(captured, capture_error_mode="relaxed"):
         execute(buffers)
     return captured
 
 
 def _time(run: Callable[[], Any]) -> float:
-    """Milliseconds of one run on the GPU, the least of several."""
+    """Milliseconds of a run on the GPU, the minimum of several."""
     import torch
 
     run()

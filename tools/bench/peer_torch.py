@@ -1,4 +1,4 @@
-"""PyTorch's convolution as a third side: cuDNN's kernels alone, or PyTorch's on the CPU."""
+"""PyTorch's convolution as a peer of the bench: cuDNN's kernels, or PyTorch's on the CPU."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ class Torch:
     name = "torch"
 
     def missing(self, platform: str) -> str | None:
-        """As the function."""
+        """See ``missing`` of this module."""
         return missing(platform)
 
     def about(self) -> dict[str, str]:
-        """Versions."""
+        """See ``about`` of this module."""
         return {"torch": about()}
 
     def build(self, problem: Problem) -> None:
         """Does nothing: PyTorch has nothing to build ahead."""
 
     def program(self, problem: Problem, copies: int, platform: str) -> Program:
-        """As the function."""
+        """See ``program`` of this module."""
         return program(problem, copies, platform)
 
 
 def missing(platform: str) -> str | None:
-    """Why PyTorch cannot be measured beside the given platform, or None."""
+    """The reason why PyTorch cannot be measured on this platform, or None."""
     if importlib.util.find_spec("torch") is None:
         return "PyTorch is not installed (`pip install torch`)"
     import torch
@@ -42,17 +42,17 @@ def missing(platform: str) -> str | None:
 
 
 def about() -> str:
-    """PyTorch's version and cuDNN's."""
+    """The versions of PyTorch and of cuDNN."""
     import torch
 
     return f"{torch.__version__}, cuDNN {torch.backends.cudnn.version()}"
 
 
 def program(problem: Problem, copies: int, platform: str) -> Program:
-    """A program of ``copies`` convolutions, channels-last, each with random operands of its own.
+    """A program of ``copies`` convolutions, channels-last, each with its own random operands.
 
-    On a GPU it replays a CUDA graph, captured after cuDNN's benchmark mode chose its kernels; so it
-    times the kernels without PyTorch's dispatch.
+    On a GPU it replays a CUDA graph, captured after cuDNN's benchmark mode has chosen kernels, so
+    the time contains no dispatch of PyTorch.
 
     Raises:
         ValueError: PyTorch has no such convolution.
@@ -89,7 +89,7 @@ def program(problem: Problem, copies: int, platform: str) -> Program:
                 x, w, None, *window, False, [0] * layer.rank, layer.groups
             )
     else:
-        shaped = draw(out_role)  # a gradient reads only the shape of what it is taken in
+        shaped = draw(out_role)  # a gradient reads only the shape of this array
 
         def one(lhs, rhs):
             dgrad = problem.op is Op.DGRAD

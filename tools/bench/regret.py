@@ -1,4 +1,4 @@
-"""Measures the loss of selection: the selected kernel beside all others that accept the problem.
+"""Measures the loss of selection: times the selected kernel and all others that accept.
 
 Each kernel instance runs the same program on the same random operands, with enough independent
 convolutions that the start of the program is negligible. The regret of a kernel on a problem is
@@ -31,21 +31,21 @@ from jaxconv.bench.program import (
 )
 from jaxconv.bench.progress import Progress, each
 
-# Operands and results of one program, in bytes: many launches for small problems, so that the start
-# of the program does not blur the kernels' differences.
+# Bytes of operands and results in a program. Small problems have many launches, so that the start
+# of the program does not hide differences between kernels.
 _PROGRAM_BYTES = {"cpu": 2e8, "cuda": 2e9}
 _MOST_COPIES = 64
 
-# A kernel whose first run takes this many times the best one's is not run again.
+# A kernel is not run again if its first run takes this many times as long as the best one's.
 _HOPELESS = 3.0
 
 
 @dataclasses.dataclass
 class Regret:
-    """Every accepting instance's time for one problem, in seconds for one convolution."""
+    """The time of every accepting instance on one problem, in seconds for one convolution."""
 
     problem: Problem
-    chosen: str | None  # None, and no seconds, where no kernel takes the problem
+    chosen: str | None  # None, with no seconds, if no kernel takes the problem
     seconds: dict[str, float]
 
     @property
@@ -54,7 +54,7 @@ class Regret:
 
     @property
     def value(self) -> float:
-        """Time of the chosen instance over the least time, less 1."""
+        """The time of the chosen instance over the least time, minus 1."""
         return self.seconds[self.chosen] / self.seconds[self.best] - 1.0
 
     def as_json(self) -> dict[str, Any]:
@@ -99,13 +99,13 @@ def accepting(problem: Problem, platform: str) -> tuple[str | None, list[str]]:
 def measure_regret(
     problem: Problem, *, repetitions: int = 10, seed: int = 0, threads: int = 1
 ) -> Regret:
-    """Times every instance that takes the problem, in turns, on JAX's default device.
+    """Times every instance that accepts the problem, in turn, on JAX's default device.
 
     Args:
-        problem: what to measure.
+        problem: the problem.
         repetitions: runs of each program.
-        seed: of the random operands.
-        threads: how many programs are compiled at a time.
+        seed: the seed of the random operands.
+        threads: the number of programs that compile at the same time.
     """
     platform = environment.kernel_platform()
     chosen, names = accepting(problem, platform)
@@ -122,7 +122,7 @@ def measure_regret(
         programs = dict(zip(names, pool.map(forced, names), strict=True))
     first = {}
     for name, run in programs.items():
-        elapsed(run)  # loads code
+        elapsed(run)  # loads the code
         first[name] = elapsed(run, 2)
     least = min(first.values())
     starts = starts_of(platform, least)
@@ -148,7 +148,7 @@ def line(regret: Regret) -> str:
 
 
 def summary(regrets: Iterable[Regret]) -> str:
-    """The geometric mean of time over least time, less 1, and the worst."""
+    """The geometric mean of time over least time, minus 1, and the worst problem."""
     found = list(regrets)
     if not found:
         return "regret: no kernel took any problem"
@@ -167,7 +167,7 @@ _ADDITIONS = Additions(
 
 
 def main(argv: Sequence[str]) -> int:
-    """Compares what the command line asks for; returns the exit status."""
+    """Runs the comparisons that the command line asks for; returns the exit status."""
     parser = command_layers.make_parser(_ADDITIONS)
     arguments = parser.parse_args(argv)
     for option in ("peer", "plot", "resume", "device_time", "seconds"):

@@ -24,10 +24,10 @@ _CHANNELS = (64, 256, 1280)
 _INT8 = "s8"
 _DTYPES = ("f16", "bf16", "f32", _INT8)
 
-# Extents that every tile divides, and output channels: 36,864 results a row.
+# Extents that every tile divides, and the number of output channels: 36,864 results for each row.
 _EXTENT, _K = 24, 64
 
-# "auto" may use an algorithm whose error is at most so many times the direct convolution's.
+# "auto" may use an algorithm whose error is at most this many times the direct convolution's.
 _ALLOWED = 1.1
 
 _EPILOG = f"""
@@ -46,7 +46,7 @@ one, else in JAX.
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One row: a tile, or "direct", on operands of one type and so many input channels."""
+    """One row: a tile, or "direct", for an operand type and a number of input channels."""
 
     tile: str
     dtype: str
@@ -61,11 +61,11 @@ class Errors:
     rms: float
     largest: float
     rms_of_float32: float
-    ratio: float  # of rms, to the direct convolution's
+    ratio: float  # rms over that of the direct convolution
 
     @property
     def allowed(self) -> bool:
-        """Whether "auto" may use it, as far as accuracy goes."""
+        """Whether the accuracy allows "auto" to use it."""
         return self.ratio <= _ALLOWED
 
 
@@ -78,7 +78,7 @@ def _reference(x: np.ndarray, w: np.ndarray) -> np.ndarray:
 
 
 def _drawn(seed: int, c: int) -> tuple[np.ndarray, np.ndarray]:
-    """Inputs and filters in float64."""
+    """Random inputs and filters in float64."""
     rng = np.random.default_rng([seed, c])
     x = np.maximum(rng.standard_normal((1, _EXTENT, _EXTENT, c)), 0)
     w = rng.standard_normal((3, 3, c, _K)) * (2 / (9 * c)) ** 0.5
@@ -86,26 +86,26 @@ def _drawn(seed: int, c: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _rounded_to_int8(array: np.ndarray, axes: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
-    """(int8, its scale): the largest magnitude along the axes becomes 127."""
+    """(int8, scale): the largest magnitude along the axes becomes 127."""
     scale = np.max(np.abs(array), axis=axes) / 127
     return np.rint(array / scale).astype(np.int8), scale
 
 
 def _in_int8(x: np.ndarray, w: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """int8 x and w, and the scale of their sums, one an output channel."""
+    """int8 x and w, and the scale of their sums for each output channel."""
     x, x_scale = _rounded_to_int8(x, (0, 1, 2, 3))
     w, w_scale = _rounded_to_int8(w, (0, 1, 2))
     return x, w, x_scale * w_scale
 
 
 def int8_operands(c: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """int8 x (n, h, w, c) and w (3, 3, c, k) as measured, and the exact sums with padding 1."""
+    """The measured int8 x (n, h, w, c) and w (3, 3, c, k), and the exact sums with padding 1."""
     x, w, _ = _in_int8(*_drawn(seed, c))
     return x, w, _reference(x, w)
 
 
 class Measurement:
-    """Draws the operands of each type and number of channels once."""
+    """Measures errors; draws the operands of each type and number of channels once."""
 
     def __init__(self, seed: int):
         self.seed = seed
@@ -277,7 +277,7 @@ def _write(
     facts: dict[str, Any],
     argv: Sequence[str],
 ) -> None:
-    """What was measured, as files and in a sentence."""
+    """Writes the results into files, and prints a summary."""
     if arguments.json:
         rows = [dataclasses.asdict(errors) for errors in found]
         options.write_json(

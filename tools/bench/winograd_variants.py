@@ -1,10 +1,10 @@
 """The set "winograd": variants of Winograd beside the direct kernel and lax.
 
-A variant is a CUDA kernel instance of the family or, if no instance accepts the problem with a
-tile, the form in JAX; in fprop each also runs with a prepared filter. On a GPU the variants are
-those with the smallest predicted times and, for the layers "seed_*", one of each form, or all.
-Variants are measured alone: lax, peers and the direct kernel are in the row before them. For
-quantised layers (dtype int8_nhwc or int8_nchw32) the variants are the tiles of
+A variant is a CUDA kernel instance of the family. If no instance accepts the problem with a tile,
+the variant is the implementation in JAX. In fprop each variant also runs with a prepared filter. On
+a GPU the variants are those with the shortest predicted times and, for the layers "seed_*", one of
+each form, or all. Variants have rows of their own: lax, peers and the direct kernel are in the row
+before them. For quantised layers (dtype int8_nhwc or int8_nchw32) the variants are the tiles of
 ``jaxconv.int8.conv``.
 """
 
@@ -25,11 +25,12 @@ from jaxconv._src.winograd.winograd_filter import LAYOUTS
 from jaxconv.bench import prepared_filters
 from jaxconv.bench.problem import Problem, Row
 
-# So many of the kernels that are predicted fastest, with the filter transformed in the call, and
-# prepared.
+# The numbers of kernels with the shortest predictions to take: with the filter transformed in the
+# call, and with a prepared filter.
 _FASTEST, _FASTEST_PREPARED = 2, 1
 
-# Forms of the seed's paper, and of Hopper, one variant each where they differ by little.
+# The forms of the seed's paper (docs/winograd.md), and those for Hopper: one variant for each,
+# unless the variants differ much.
 _FORMS = re.compile(
     r"_[24]x[24]_(elementwise_\w+|four_stage_128x128x64(_pingpong)?|chunked_\w+|sync_free_\w+"
     r"|pkf_\w+)$|_[24]x3_fused_row_\w+$"
@@ -37,13 +38,13 @@ _FORMS = re.compile(
 
 
 def of(problem: Problem, platform: str, every: bool = False) -> Iterator[Problem]:
-    """The problem computed directly, and by the variants that take it.
+    """The problem with the direct kernel, and with each variant that accepts it.
 
     Args:
-        problem: by the algorithm that is meant by "direct".
-        platform: "cpu" or "cuda"; any other has the forms in JAX alone.
-        every: all variants. Else, of kernels with a predicted time, the ones that are predicted
-            fastest, and of layers named "seed_*" one of each form.
+        problem: has the algorithm of the "direct" kernel.
+        platform: "cpu" or "cuda"; on any other there are only the implementations in JAX.
+        every: whether to take all variants. Otherwise, of kernels with a predicted time, takes
+            those with the shortest, and for layers named "seed_*" one of each form.
     """
     yield problem
     layer, op = problem.layer, problem.op
@@ -91,7 +92,7 @@ def of(problem: Problem, platform: str, every: bool = False) -> Iterator[Problem
 
 
 def _fastest(predicted: dict[str, float], names: Iterable[str], count: int) -> list[str]:
-    """Those of ``names`` with the least predictions, and those without one."""
+    """The ``count`` names with the shortest predictions, and names without a prediction."""
     known = sorted((name for name in names if predicted.get(name)), key=predicted.__getitem__)
     return [*known[:count], *(name for name in names if not predicted.get(name))]
 
@@ -102,7 +103,7 @@ def _seconds(row: Row, side: str = "jaxconv") -> float | None:
 
 
 def _groups(rows: Sequence[Row]) -> Iterator[tuple[Row, list[Row]]]:
-    """Each row of the direct kernel with those of its variants."""
+    """Each row of the direct kernel, with the rows of its variants."""
     found: dict[Problem, list[Row]] = {}
     for row in rows:
         key = dataclasses.replace(row.problem, algorithm="", variant=False, prepared=False)
@@ -119,7 +120,7 @@ def _ratio(numerator: float | None, denominator: float | None) -> str:
 
 
 def summary(rows: Sequence[Row]) -> list[str]:
-    """For every problem its variants from the fastest on, beside direct kernel and lax.
+    """The variants of every problem, the fastest first, beside the direct kernel and lax.
 
     TF/s counts the multiplications of a direct convolution.
     """
@@ -161,7 +162,7 @@ def summary(rows: Sequence[Row]) -> list[str]:
 
 
 def overview(rows: Sequence[Row]) -> list[str]:
-    """A line for each problem: direct kernel, others, and the fastest variant beside the fastest.
+    """A line for each problem: the direct kernel, lax and peers, and the fastest variants.
 
     Ratios are the time of the fastest of the direct kernel, lax and the peers over the variant's;
     TF/s counts the multiplications of a direct convolution.

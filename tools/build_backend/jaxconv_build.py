@@ -21,10 +21,10 @@ import sys
 from collections.abc import Mapping
 
 from scikit_build_core import build as _scikit_build
-from scikit_build_core.build import *  # noqa: F403 (the hooks that stay as they are)
+from scikit_build_core.build import *  # noqa: F403 (the unchanged hooks)
 
-# The oldest release of CUDA 13. A driver compiles PTX of its own release and of older ones only,
-# and Hopper and newer GPUs run some kernels from PTX: this release loads wherever CUDA 13 does.
+# The oldest release of CUDA 13. A driver compiles only PTX of its own and of older releases, and
+# Hopper and newer GPUs run some kernels from PTX: this release loads wherever CUDA 13 does.
 _RELEASE = "13.0"
 _PACKAGES = (
     "nvidia-cuda-nvcc",  # nvcc, cudafe++, ptxas, fatbinary; asks for the next three, in any version
@@ -33,14 +33,14 @@ _PACKAGES = (
     "nvidia-cuda-runtime",  # headers, libcudart_static.a
     "nvidia-cuda-cccl",  # <nv/target>, which cuda_fp16.h includes
 )
-# The oldest driver of CUDA 13. The packages for CUDA 12 hold ptxas, but no nvcc.
+# The oldest driver of CUDA 13. The packages for CUDA 12 contain ptxas, but no nvcc.
 _OLDEST_DRIVER = 580
 
 ConfigSettings = Mapping[str, "str | list[str] | bool"]
 
 
 def setting(name: str, config_settings: ConfigSettings | None, environ: Mapping[str, str]) -> str:
-    """A setting of the build; ``-C`` comes before the environment."""
+    """A setting of the build; ``-C`` overrides the environment."""
     for key in (f"cmake.define.{name}", f"skbuild.cmake.define.{name}"):
         value = (config_settings or {}).get(key)
         if value is not None:
@@ -49,21 +49,21 @@ def setting(name: str, config_settings: ConfigSettings | None, environ: Mapping[
 
 
 def driver(environ: Mapping[str, str], root: pathlib.Path) -> int | None:
-    """The series of the NVIDIA driver, 0 where it does not say; None where there is no driver."""
+    """The series of the NVIDIA driver, 0 if unknown; None if there is no driver."""
     text, present = "", (root / "dev/nvidiactl").exists()
     version = root / "proc/driver/nvidia/version"
     if version.exists():
         text, present = version.read_text(), True
     elif smi := shutil.which("nvidia-smi", path=environ.get("PATH", "")):
         command, present = [smi, "--query-gpu=driver_version", "--format=csv,noheader"], True
-        with contextlib.suppress(OSError, subprocess.SubprocessError):  # it does not say
+        with contextlib.suppress(OSError, subprocess.SubprocessError):  # the series stays unknown
             text = f" {subprocess.check_output(command, text=True, timeout=60)} "
     number = re.search(r"\s(\d{3,})\.\d+(\.\d+)?\s", text)
     return int(number[1]) if number else 0 if present else None
 
 
 def has_nvcc(environ: Mapping[str, str], root: pathlib.Path) -> bool:
-    """Whether a toolkit is installed: $CUDACXX, $CUDA_HOME, PATH or the usual folders."""
+    """Whether a toolkit is installed: $CUDACXX, $CUDA_HOME, PATH, or the usual folders."""
     folders = [pathlib.Path(environ["CUDA_HOME"], "bin")] if environ.get("CUDA_HOME") else []
     folders += [root / "usr/local/cuda/bin", root / "usr/local/bin", root / "usr/bin"]
     path = os.pathsep.join([environ.get("PATH", ""), *map(str, folders)])
@@ -75,16 +75,16 @@ def cuda_requirements(
     environ: Mapping[str, str] = os.environ,
     root: pathlib.Path = pathlib.Path("/"),
 ) -> list[str]:
-    """NVIDIA's packages that a build needs on this machine, as requirements; often none.
+    """NVIDIA's packages that a build on this machine needs, as requirements; often none.
 
     Args:
-        config_settings: those of the frontend.
-        environ: variables of the environment.
+        config_settings: the settings of the frontend.
+        environ: the environment variables.
         root: the root of the file system.
 
     Returns:
-        Five requirements of one CUDA release, or none: without a driver unless JAXCONV_CUDA=ON,
-        where nvcc is installed unless JAXCONV_NVCC=pip, and where the driver is older than CUDA 13.
+        Five requirements of one CUDA release. None without a driver unless JAXCONV_CUDA=ON, if nvcc
+        is installed unless JAXCONV_NVCC=pip, and if the driver is older than CUDA 13.
     """
     cuda = setting("JAXCONV_CUDA", config_settings, environ) or "AUTO"
     nvcc = setting("JAXCONV_NVCC", config_settings, environ)
@@ -97,17 +97,17 @@ def cuda_requirements(
         if nvcc or has_nvcc(environ, root):
             return []
         if series and series < _OLDEST_DRIVER:
-            return []  # cuda.cmake says why
+            return []  # cuda.cmake prints the reason
     return [f"{package}=={_RELEASE}.*" for package in _PACKAGES]
 
 
 def get_requires_for_build_wheel(config_settings: ConfigSettings | None = None) -> list[str]:
-    """What a build of a wheel needs beside ``build-system.requires`` (PEP 517)."""
+    """The requirements of a wheel's build beside ``build-system.requires`` (PEP 517)."""
     requires = _scikit_build.get_requires_for_build_wheel(config_settings)
     return [*requires, *cuda_requirements(config_settings)]
 
 
 def get_requires_for_build_editable(config_settings: ConfigSettings | None = None) -> list[str]:
-    """What an editable installation needs beside ``build-system.requires`` (PEP 660)."""
+    """The requirements of an editable installation beside ``build-system.requires`` (PEP 660)."""
     requires = _scikit_build.get_requires_for_build_editable(config_settings)
     return [*requires, *cuda_requirements(config_settings)]

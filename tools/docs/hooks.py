@@ -1,12 +1,12 @@
-"""What mkdocs adds to the pages of docs/: tables made from the sources, and the API's names.
+"""mkdocs hooks for docs/: tables that are generated from the sources, and the API's names.
 
 A page requests a table by a comment on its own line:
 
     <!-- kernels.def -->    every CUDA instance, from cc/cuda/*/kernels.def
-    <!-- choices.tsv -->    what selection takes on several GPUs of the layers of the benches, from
-                            tests/cc/choices.tsv
-    <!-- classes of choices.tsv -->   how often each family is taken, by class of layer
-    <!-- forms of choices.tsv -->     how many instances of each device kernel are taken
+    <!-- choices.tsv -->    the kernels that selection chooses for layers of the benches on several
+                            GPUs, from tests/cc/choices.tsv
+    <!-- classes of choices.tsv -->   how often each family is chosen, by class of layer
+    <!-- forms of choices.tsv -->     how many instances of each device kernel are chosen
     <!-- public names -->   the documentation of every public name of jaxconv
 """
 
@@ -43,7 +43,7 @@ def searchable(header: Sequence[str], rows: Iterable[Sequence[str]], hint: str) 
 
 
 def instances_table() -> str:
-    """One row an instance."""
+    """A table with one row for each instance."""
     rows = [
         (i.name, i.op, i.family, i.dtype, "sm_90" if i.source.endswith("_sm90") else "sm_80+")
         for i in kernel_tables.all_instances()
@@ -58,7 +58,7 @@ def instances_table() -> str:
 
 
 def _layer(key: str) -> tuple[str, ...]:
-    """Operation, operands, precision, and the layer in words, of a problem key."""
+    """Splits a problem key: operation, operands, precision, and the layer in words."""
     op, dtypes, precision, *facts = key.split()
     fact = {m[1]: m[2] for m in map(re.compile(r"([a-z])(-?\d.*)").match, facts) if m}
     layer = f"N{fact['n']} {fact['i']} {fact['c']}->{fact['k']} {fact['f']}"
@@ -79,7 +79,7 @@ class Choice(NamedTuple):
     gpu: str
     key: str
     algorithm: str
-    kernel: str  # "none" where no instance takes the problem
+    kernel: str  # "none" if no instance takes the problem
     slices: str
     microseconds: str
     automatic: str
@@ -87,7 +87,7 @@ class Choice(NamedTuple):
 
     @property
     def taken(self) -> str:
-        """What "auto" takes."""
+        """The kernel that "auto" takes, or XLA."""
         return self.kernel if self.automatic == "=" else "XLA"
 
 
@@ -106,7 +106,7 @@ def choices() -> list[Choice]:
 
 
 def choices_table() -> str:
-    """One row a layer of the sets and kernel, with the GPUs on which that kernel is chosen."""
+    """One row for each layer and chosen kernel, with the GPUs on which it is chosen."""
     sources = {source for lines, source, *_ in _table("bench_problems.tsv") if lines == "each"}
     rows: dict[tuple[str, ...], list[Choice]] = {}
     for choice in choices():
@@ -134,7 +134,7 @@ def choices_table() -> str:
 
 
 def forms_table() -> str:
-    """One row a device kernel: how many of its instances lines of choices.tsv take."""
+    """One row for each device kernel: how many of its instances have a line in choices.tsv."""
     forms: dict[tuple[str, str], set[str]] = {}
     for instance in _INSTANCES.values():
         forms.setdefault((instance.family, instance.source), set()).add(instance.name)
@@ -163,7 +163,7 @@ def _class(facts: dict[str, str]) -> str:
 
 
 def classes_table() -> str:
-    """What "auto" takes, counted over the lines of choices.tsv by operands and class."""
+    """The families that "auto" chooses, counted over choices.tsv by operands and class."""
     counts: dict[tuple, dict[str, collections.Counter]] = {}
     for choice in choices():
         if choice.algorithm != "auto":
@@ -184,7 +184,7 @@ def classes_table() -> str:
 
 
 def _reexported(file: pathlib.Path) -> list[str]:
-    """The names that a module gives on: those of __all__ or, without one, ``import a as a``."""
+    """The names that a module re-exports: those of __all__ or, without it, ``import a as a``."""
     names = []
     for node in ast.parse(file.read_text()).body:
         if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "__all__":
@@ -197,7 +197,7 @@ def _reexported(file: pathlib.Path) -> list[str]:
 
 
 def public_names() -> str:
-    """mkdocstrings' directives: functions and classes of jaxconv, then those of its modules."""
+    """Directives of mkdocstrings: functions and classes of jaxconv, then those of its modules."""
     package = REPOSITORY / "jaxconv"
     names = [n for n in _reexported(package / "__init__.py") if not n.startswith("_")]
     modules = [n for n in names if (package / f"{n}.py").exists()]
@@ -219,7 +219,7 @@ MADE = {
 
 
 def _named(nav: object) -> set[str]:
-    """The pages in a part of the navigation."""
+    """The pages that a part of the navigation names."""
     if isinstance(nav, str):
         return {nav}
     parts = nav.values() if isinstance(nav, dict) else nav
@@ -227,7 +227,7 @@ def _named(nav: object) -> set[str]:
 
 
 def on_config(config):
-    """mkdocs' hook: the navigation with the pages that mkdocs.yml does not name."""
+    """mkdocs' hook: adds the pages that mkdocs.yml does not name to the navigation."""
     docs = pathlib.Path(config["docs_dir"])
     pages = sorted(page.relative_to(docs).as_posix() for page in docs.rglob("*.md"))
     missing = [page for page in pages if page not in _named(config["nav"])]
@@ -239,7 +239,7 @@ def on_config(config):
 
 
 def _outwards(match: re.Match, page: pathlib.Path) -> str:
-    """A link to a file outside docs/, which the site does not have: its text."""
+    """Replaces a link to a file outside docs/, which the site does not have, by its text."""
     target = (page.parent / match[2]).resolve()
     if not target.exists():
         raise ValueError(f"{page}: no such file: {match[2]}")
@@ -247,7 +247,7 @@ def _outwards(match: re.Match, page: pathlib.Path) -> str:
 
 
 def on_page_markdown(markdown: str, *, page, config, files) -> str:
-    """mkdocs' hook: the page's text with what it asks for."""
+    """mkdocs' hook: replaces the comments of a page by the tables that they request."""
     source = pathlib.Path(page.file.abs_src_path)
     markdown = _OUTWARDS.sub(lambda match: _outwards(match, source), markdown)
     for name, make in MADE.items():

@@ -1,4 +1,4 @@
-"""Programs that are exported by one version of jaxconv and run by later ones.
+"""Programs that one version of jaxconv exports and later versions run.
 
 Operands are small integers, so that every order of summation gives the same bits.
 """
@@ -63,7 +63,7 @@ def _batch_norm(y, gain, offset):
 
 
 def _network(p, x):
-    """A stem with max pooling, two residual blocks and a mean, as a ResNet has them."""
+    """The structure of a ResNet: a stem with max pooling, two residual blocks and a mean."""
 
     def conv(x, w):
         return lax.conv_general_dilated(
@@ -83,7 +83,7 @@ def _vectors(k: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def programs() -> dict[str, Program]:
-    """By name; how exact a result is depends on ``ROUNDED``."""
+    """The programs by name. Results are exact, except for those in ``ROUNDED``."""
     found: dict[str, Program] = {}
     for name, dtype in (("f32", np.float32), ("bf16", jnp.bfloat16), ("f16", np.float16)):
         x, w = integers(2, 9, 7, 8, dtype=dtype), integers(3, 3, 8, 16, dtype=dtype)

@@ -1,8 +1,8 @@
-"""The bits that exported CUDA programs give on a GPU, recorded beside the programs.
+"""Records the bits of exported CUDA programs' results on a GPU, beside the programs.
 
     python tests/library/exported/gpu_bits.py [FOLDER]
 
-records them in every version's folder, or below FOLDER.
+writes them into every version's folder, or below FOLDER.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Exports the programs of ``exported_programs`` by the version of jaxconv that is installed.
+"""Exports the programs of ``exported_programs`` with the installed version of jaxconv.
 
     python tests/library/exported/make.py --platform cpu
     JAXCONV_TARGET=sm_90a python tests/library/exported/make.py --platform cuda
 
-writes ``tests/library/exported/VERSION/PLATFORM_NAME.bin``. Programs for CUDA need no GPU, but an
-installation with the CUDA kernels or, by ``--selection PROGRAM``, the program of
-``tests/cc/choices_test.cc``, which selects as they do.
+writes ``tests/library/exported/VERSION/PLATFORM_NAME.bin``. Programs for CUDA need no GPU. They
+need an installation with the CUDA kernels, or ``--selection PROGRAM``: the compiled program of
+``tests/cc/choices_test.cc``, which selects the same kernels.
 """
 
 from __future__ import annotations
