@@ -29,7 +29,7 @@ constexpr double StatedError(std::string_view instance) {
   }
   return 0;
 }
-static_assert(StatedError("fprop_winograd_bf16_4x4_pkf_llc_16x64") == 0.015);
+static_assert(StatedError("fprop_winograd_bf16_4x4_pkf_shmem_16x32") == 0.015);
 static_assert(StatedError("dgrad_winograd_f16_6x6_four_stage_128x128x64_pingpong_half") ==
               0.03 * 1.7);
 static_assert(StatedError("fprop_igemm_wgmma_bf16_128x128x64_pingpong") == 0);

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pathlib
 import re
 import shutil
 import subprocess
@@ -68,6 +69,13 @@ def test_the_tables_are_there_and_name_every_instance_once():
     sources = {(instance.family, instance.source) for instance in found}
     missing = [s for s in sources if not list((kernel_tables.TABLES / s[0]).glob(f"{s[1]}.cu*"))]
     assert not missing, f"no such device kernels: {missing}"
+
+
+@pytest.mark.parametrize("table", ["measured_times.tsv", "winograd_measured.tsv"])
+def test_measured_times_are_of_kernels_that_exist(table):
+    text = (pathlib.Path(__file__).parent / table).read_text()
+    named = set(re.findall(r"\b(?:fprop|dgrad|wgrad)_\w+", text))
+    assert named <= {instance.name for instance in kernel_tables.all_instances()}
 
 
 # --- CMake reads the same tables ------------------------------------------------------------------

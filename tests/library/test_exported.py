@@ -117,6 +117,7 @@ def test_every_instance_is_known_or_retired(native_cpu, version):
 def test_no_retired_name_is_in_use(native_cpu):
     known = {each.name for each in kernel_tables.all_instances()} | set(native_cpu.kernels())
     assert not known & RETIRED.keys()
+    assert {each.instead for each in RETIRED.values()} <= known
 
 
 def test_an_instance_that_this_version_lacks(native_cpu):

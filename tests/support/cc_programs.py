@@ -17,7 +17,7 @@ CC = TESTS.parent / "cc"
 INCLUDE = re.compile(r'^\s*#include "([^"]+)"', re.MULTILINE)
 
 
-def sources(program: pathlib.Path, endings: tuple[str, ...] = (".cc",)) -> list[pathlib.Path]:
+def sources(program: pathlib.Path) -> list[pathlib.Path]:
     """The program and, transitively, the sources that belong to the project headers included."""
     found, pending = [], [program]
     seen = set()
@@ -26,14 +26,14 @@ def sources(program: pathlib.Path, endings: tuple[str, ...] = (".cc",)) -> list[
         if file in seen:
             continue
         seen.add(file)
-        if file.name.endswith(endings):
+        if file.suffix == ".cc":
             found.append(file)
         for name in INCLUDE.findall(file.read_text()):
             for root in (CC, TESTS):
                 header = root / name
                 if header.exists():
-                    beside = (header.with_name(header.stem + ending) for ending in endings)
-                    pending += [header, *(s for s in beside if s.exists())]
+                    beside = header.with_suffix(".cc")
+                    pending += [header, beside] if beside.exists() else [header]
     return found
 
 

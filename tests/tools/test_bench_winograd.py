@@ -65,7 +65,7 @@ def test_bench_measures_every_variant_of_winograd(tmp_path, capsys, monkeypatch,
 
 @pytest.mark.parametrize(("layer", "every"), [("unet_64", False), ("seed_224", False), ("a", True)])
 def test_bench_takes_the_variants_that_are_predicted_fastest(monkeypatch, layer, every):
-    forms = ("4x4_elementwise_8x16", "4x4_chunked_128x128x64", "4x4_chunked_128x128x64_wgmma")
+    forms = ("2x2_elementwise_8x16", "4x4_chunked_128x128x64", "4x4_four_stage_64x64x64")
     names = [f"fprop_winograd_f16_{form}" for form in forms]
     names += [f"fprop_winograd_f16_4x4_four_stage_{i}" for i in range(4)]
 

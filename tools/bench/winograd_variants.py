@@ -32,8 +32,8 @@ _FASTEST, _FASTEST_PREPARED = 2, 1
 # The forms of the seed's paper (docs/winograd.md), and those for Hopper: one variant for each,
 # unless the variants differ much.
 _FORMS = re.compile(
-    r"_[24]x[24]_(elementwise_\w+|four_stage_128x128x64(_pingpong)?|chunked_128x128x64"
-    r"|sync_free_\w+_16x16x16|pkf_\w+)$|_[24]x3_fused_row_\w+$"
+    r"_[24]x[24]_(elementwise_\w+|four_stage_128x128x64(_pingpong)?|chunked_\w+|sync_free_\w+"
+    r"|pkf_\w+)$|_[24]x3_fused_row_\w+$"
 )
 
 

@@ -39,6 +39,7 @@
   T(fprop, __VA_ARGS__) T(dgrad, __VA_ARGS__) T(wgrad, __VA_ARGS__)
 
 #define JAXCONV_TYPES_F32(op, M, ...) M(op, f32, __VA_ARGS__)
+#define JAXCONV_TYPES_F16(op, M, ...) M(op, f16, __VA_ARGS__)
 #define JAXCONV_TYPES_BF16_F16(op, M, ...) M(op, bf16, __VA_ARGS__) M(op, f16, __VA_ARGS__)
 #define JAXCONV_TYPES_S8(op, M, ...) M(op, s8, __VA_ARGS__)
 #define JAXCONV_TYPES_S8_U8(op, M, ...) M(op, s8, __VA_ARGS__) M(op, u8, __VA_ARGS__)

@@ -44,7 +44,7 @@
 namespace jaxconv::depthwise {
 
 // The taps of a step as float32: taps[tap][channel of the tile].
-template <typename T, int kChannels, int kCtaThreads = kThreads>
+template <typename T, int kChannels>
 __device__ __forceinline__ void FillTaps(const Params& params, const TilePlace& tile,
                                          const Step& step, int32_t rows, float* taps) {
   const int32_t columns = params.axis[2].taps, count = rows * columns;
@@ -52,7 +52,7 @@ __device__ __forceinline__ void FillTaps(const Params& params, const TilePlace& 
   const int32_t all = params.axis[0].taps * params.axis[1].taps * columns;
   const T* filter = static_cast<const T*>(params.filter) +
                     params.images_divmod.Div(tile.image) * params.filter_stride;
-  for (int32_t i = threadIdx.x; i < count * kChannels; i += kCtaThreads) {
+  for (int32_t i = threadIdx.x; i < count * kChannels; i += kThreads) {
     const int32_t channel = tile.first_channel + i % kChannels;
     const int32_t tap = first + i / kChannels;
     const int64_t at = int64_t{params.flip ? all - 1 - tap : tap} * params.tap_stride +

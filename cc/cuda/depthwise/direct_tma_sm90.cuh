@@ -37,7 +37,7 @@
 namespace jaxconv::depthwise {
 
 template <class Tag>
-__global__ void __launch_bounds__(Tag::kCtaThreads, Tag::kCtasPerSm)
+__global__ void __launch_bounds__(kThreads, Tag::kCtasPerSm)
     DirectTmaKernel(const __grid_constant__ Params params,
                     const __grid_constant__ CUtensorMap map) {
   using T = typename Tag::T;
@@ -70,7 +70,7 @@ __global__ void __launch_bounds__(Tag::kCtaThreads, Tag::kCtasPerSm)
               full + stage * 8);
   };
   if (warp == 0 && ElectOne()) {
-    InitStages(full, empty, params.stages, Tag::kCtaThreads / 32);
+    InitStages(full, empty, params.stages, kThreads / 32);
     PrefetchTensorMap(&map);
   }
   __syncthreads();
@@ -93,9 +93,9 @@ __global__ void __launch_bounds__(Tag::kCtaThreads, Tag::kCtasPerSm)
     if (wanted != held) {
       held = wanted;
       __syncthreads();
-      FillTaps<T, kChannels, Tag::kCtaThreads>(params, first, Step(), Tag::kFilterRows, taps);
+      FillTaps<T, kChannels>(params, first, Step(), Tag::kFilterRows, taps);
       if constexpr (!Epilogue::kPlain) {
-        for (int32_t i = threadIdx.x; i < kChannels; i += Tag::kCtaThreads) {
+        for (int32_t i = threadIdx.x; i < kChannels; i += kThreads) {
           const int32_t channel = min(first.first_channel + i, params.channels - 1);
           const ChannelTerms<1> of = epilogue.template Terms<1>(channel);
           terms[i] = of.scale[0], terms[kChannels + i] = of.bias[0];
@@ -136,11 +136,10 @@ __global__ void __launch_bounds__(Tag::kCtaThreads, Tag::kCtasPerSm)
 
 // Direct's arguments; the filter is known, operands have 16 bits.
 template <Op kOp, DType kType, int kFilterRows_, int kFilterColumns_, int kConvStride, int kVec_,
-          int kRows_, int kStrip_, int kCtasPerSm_, int kLanes_ = 32, int kCtaThreads_ = kThreads>
+          int kRows_, int kStrip_, int kCtasPerSm_>
 struct DirectTma : Direct<kOp, kType, kFilterRows_, kFilterColumns_, kConvStride, kVec_, kRows_,
-                          kStrip_, kCtasPerSm_, kLanes_> {
+                          kStrip_, kCtasPerSm_> {
   static_assert(kFilterRows_ > 0 && kType != DType::kF32);
-  static constexpr int kCtaThreads = kCtaThreads_;
 
   template <class Tag>
   static Status Launch(const Plan& plan, const Operands& operands, void* stream) {
@@ -148,7 +147,7 @@ struct DirectTma : Direct<kOp, kType, kFilterRows_, kFilterColumns_, kConvStride
     CUtensorMap map;
     JAXCONV_RETURN_IF_ERROR(EncodeBoxes(params, kType, operands.lhs, Tag::Pixels::kChannels,
                                         params.images, /*walked=*/false, &map));
-    return LaunchWithMaps<DirectTmaKernel<Tag>>(plan, params, Tag::kCtaThreads, stream, map);
+    return LaunchWithMaps<DirectTmaKernel<Tag>>(plan, params, kThreads, stream, map);
   }
 };
 

@@ -22,10 +22,9 @@ namespace {
 struct Instance {
   int64_t filter_rows, filter_columns, stride, vec, rows, strip, ctas_per_sm, lanes = 32;
   bool tma = false;
-  int64_t threads = kThreads;  // of a CTA
   bool any() const { return filter_rows == 0; }
   int64_t channels() const { return lanes * vec; }
-  int64_t blocks() const { return threads / lanes; }  // of a tile
+  int64_t blocks() const { return kThreads / lanes; }  // of a tile
   // Whether the code handles dy of a strided convolution (Axis::halved).
   bool spread(Op op) const { return op == Op::kDgrad && stride == 2; }
 };
@@ -278,7 +277,7 @@ Status MakePlan(const KernelDesc& kernel, const ConvProblem& problem, const Gpu&
                        shared.read * (x_bytes + y_bytes - stored) +
                        static_cast<double>(EpilogueBytes(problem));
   const auto warps = static_cast<double>(
-      longest * std::min(ctas_of_sm, CeilDiv(launch->ctas, gpu.sm_count)) * instance.threads / 32);
+      longest * std::min(ctas_of_sm, CeilDiv(launch->ctas, gpu.sm_count)) * kWarps);
   const double issue = waste * warps * SlotsOfStep(instance, params, stage_bytes, problem) /
                        (4.0 * gpu.cycles_per_us() * (instance.tma ? kTmaIssueShare : kIssueShare));
   const double copy = waste * bytes / (gpu.dram_bytes_per_us * kReadShare);

@@ -10,9 +10,8 @@
 //     1             8t + 4, 8t + 5        8t + 6, 8t + 7
 //
 // The columns of the result may have any order too. A lane holds columns 2t and 2t + 1 of each
-// block of 8 columns (n), or rows g and g + 8 of each block of 16 rows (m). The assignment of
-// channels makes a lane's columns of two neighbouring blocks four consecutive channels, which it
-// stores at once: 4t to 4t + 3 of 16 channels (n), 4g to 4g + 3 of 32 channels (m).
+// block of 8 columns. The assignment of channels makes a lane's columns of two neighbouring blocks
+// four consecutive channels, 4t to 4t + 3 of 16, which it stores at once.
 #ifndef JAXCONV_CUDA_WINOGRAD_DIRECT_FRAGMENTS_CUH_
 #define JAXCONV_CUDA_WINOGRAD_DIRECT_FRAGMENTS_CUH_
 
@@ -26,12 +25,9 @@
 
 namespace jaxconv::winograd {
 
-// The channel that is column g of n-block `block`, and row g + 8 half of m-block `block`.
+// The channel that is column g of n-block `block`.
 __device__ __forceinline__ int ChannelOfColumn(int block, int g) {
   return block / 2 * 16 + g / 2 * 4 + block % 2 * 2 + g % 2;
-}
-__device__ __forceinline__ int ChannelOfRow(int block, int half, int g) {
-  return block / 2 * 32 + g * 4 + block % 2 * 2 + half;
 }
 
 // Returns zeros if the row ends before the lane's channels: the next row may hold Inf or NaN.

@@ -10,7 +10,7 @@
 // A product of 2 FLOP loads 4 bytes into registers: 0.5 FLOP/B, against (TB_M TB_N) / (TB_M + TB_N)
 // of sync_free.cuh. 8 loaded channels take 16 conversions to float32 and 8 FMA.
 //
-// Shared memory: none. Registers: 16 or 36 sums, and the loads in flight. No barrier. Refuses:
+// Shared memory: none. Registers: 16 sums, and the loads in flight. No barrier. Refuses:
 // channels of a group that are not multiples of 8.
 #ifndef JAXCONV_CUDA_WINOGRAD_ELEMENTWISE_CUH_
 #define JAXCONV_CUDA_WINOGRAD_ELEMENTWISE_CUH_
@@ -75,7 +75,7 @@ __global__ void __launch_bounds__(kElementwiseThreads, Tag::kCtasPerSm)
 template <Op kOp, DType kType, int m>
 struct Elementwise {
   static constexpr int kPoints = (m + 2) * (m + 2);
-  static constexpr int kCtasPerSm = m == 2 ? 3 : 2;  // more would spill the loads in flight
+  static constexpr int kCtasPerSm = 3;  // more would spill the loads in flight
 
   template <class Tag>
   static Status Launch(const Plan& plan, const Operands& operands, void* stream) {

@@ -11,13 +11,12 @@ namespace {
 // A batched GEMM: peak multiply-adds of an SM in a cycle, the share that the mainloop reaches
 // (relative to the boost clock, which the power limit prevents), and a tile's cycles outside the
 // mainloop. Fitted on an H200. A 64x64 tile reads twice the bytes from L2 per product that a
-// 128x128 tile reads, and a wgmma CTA with one tile first fills its three stages from DRAM.
+// 128x128 tile reads.
 struct GemmRate {
   double multiply_adds, share, tile_cycles;
 };
 
 GemmRate RateOf(const Instance& instance, const Gpu& gpu) {
-  if (instance.capability == 90) return {gpu.wgmma_per_clock, 0.62, 1520};
   if (instance.tile_m == 64) return {gpu.mma_sync_per_clock, 0.385, 580};
   return {gpu.mma_sync_per_clock, 0.61, 270};
 }

@@ -1,8 +1,7 @@
-// Winograd in four stages (four_stage.cuh) with products on wgmma. FourStageWgmma has a CTA for
-// each tile, two an SM (batched_gemm_sm90.cuh). FourStagePingpong has persistent clusters
+// Winograd in four stages (four_stage.cuh) with products by wgmma in persistent clusters
 // (batched_gemm_pingpong_sm90.cuh); kHalfProducts: M is float16.
 //
-// Refuses: what four_stage.cuh refuses.
+// Refuses: what four_stage.cuh refuses, and output channels of a group that are not multiples of 16.
 #ifndef JAXCONV_CUDA_WINOGRAD_FOUR_STAGE_SM90_CUH_
 #define JAXCONV_CUDA_WINOGRAD_FOUR_STAGE_SM90_CUH_
 
@@ -12,24 +11,9 @@
 
 #include "cuda/common/kernel.h"
 #include "cuda/winograd/batched_gemm_pingpong_sm90.cuh"
-#include "cuda/winograd/batched_gemm_sm90.cuh"
 #include "cuda/winograd/four_stage.cuh"
 
 namespace jaxconv::winograd {
-
-template <Op kOp, DType kType, int m>
-struct FourStageWgmma {
-  template <class Tag>
-  static Status Launch(const Plan& plan, const Operands& operands, void* stream) {
-    return RunFourStage(plan, operands, stream, [&](const Products& products) {
-      return LaunchWgmmaGemm<Tag>(plan.kernel->name, products, stream);
-    });
-  }
-};
-
-// The same kernels, launched chunk by chunk (four_stage_plan.h).
-template <Op kOp, DType kType, int m>
-using ChunkedWgmma = FourStageWgmma<kOp, kType, m>;
 
 template <Op kOp, DType kType, int m, bool kHalfProducts = false, int kTileCols = 128>
 struct FourStagePingpong {

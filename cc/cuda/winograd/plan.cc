@@ -166,12 +166,6 @@ constexpr Instance FourStageLine(int32_t m, int32_t tile_m, int32_t tile_n, int3
 constexpr Instance ChunkedLine(int32_t m, int32_t tile_m, int32_t tile_n, int32_t ctas_per_sm) {
   return {PlanChunked, m, /*axes=*/2, /*capability=*/80, tile_m, tile_n, ctas_per_sm};
 }
-constexpr Instance FourStageWgmmaLine(int32_t m) {
-  return {PlanFourStage, m, /*axes=*/2, /*capability=*/90, 128, 128, /*ctas_per_sm=*/2};
-}
-constexpr Instance ChunkedWgmmaLine(int32_t m) {
-  return {PlanChunked, m, /*axes=*/2, /*capability=*/90, 128, 128, /*ctas_per_sm=*/2};
-}
 constexpr Instance FourStagePingpongLine(int32_t m, bool half_products = false,
                                          int32_t columns = 128) {
   const FormPlan plan = half_products ? PlanPingpongHalf : PlanPingpong;
@@ -180,12 +174,10 @@ constexpr Instance FourStagePingpongLine(int32_t m, bool half_products = false,
 constexpr Instance FusedRowLine(int32_t m) {
   return {PlanFusedRow, m, /*axes=*/1, /*capability=*/90, 64, 128, /*ctas_per_sm=*/1};
 }
-constexpr Instance SyncFreeLine(int32_t m, int32_t tile_m, int32_t tile_n, int32_t /*wmma_m*/,
-                                int32_t /*wmma_n*/) {
+constexpr Instance SyncFreeLine(int32_t m, int32_t tile_m, int32_t tile_n) {
   return {PlanSyncFree, m, /*axes=*/2, /*capability=*/80, tile_m, tile_n, /*ctas_per_sm=*/2};
 }
-constexpr Instance PkfLlcLine(int32_t m, int32_t tile_m, int32_t tile_n, int32_t /*wmma_m*/,
-                              int32_t /*wmma_n*/) {
+constexpr Instance PkfLlcLine(int32_t m, int32_t tile_m, int32_t tile_n) {
   return {PlanPkfLlc, m, /*axes=*/2, /*capability=*/80, tile_m, tile_n, /*ctas_per_sm=*/2};
 }
 constexpr Instance PkfShmemLine(int32_t m, int32_t tile_m, int32_t warp_n, int32_t parts,
@@ -193,7 +185,7 @@ constexpr Instance PkfShmemLine(int32_t m, int32_t tile_m, int32_t warp_n, int32
   return {PlanPkfShmem, m, /*axes=*/2, /*capability=*/80, tile_m, warp_n * parts, ctas_per_sm};
 }
 constexpr Instance ElementwiseLine(int32_t m) {
-  return {PlanElementwise, m, /*axes=*/2, /*capability=*/80, 8, 16, m == 2 ? 3 : 2};
+  return {PlanElementwise, m, /*axes=*/2, /*capability=*/80, 8, 16, /*ctas_per_sm=*/3};
 }
 
 }  // namespace

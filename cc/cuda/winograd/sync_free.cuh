@@ -15,19 +15,16 @@
 // sums of all rows in registers; here it is the inner loop, because M goes to memory point by
 // point.
 //
-// TB_M x TB_N consists of the seed's WMMA shapes, each two m16n8k16:
-//     16x16x16   one block of 16 tiles, two of 8 channels
-//     32x8x16    two blocks of 16 tiles, one of 8 channels
-//     8x32x16    U as the operand of 16 rows: two blocks of 16 channels, one of 8 tiles
-// A k-block of TB_M x TB_N loads (TB_M + TB_N) * 64 bytes for TB_M TB_N / 128 instructions.
+// TB_M x TB_N consists of the seed's WMMA shape 16x16x16, two m16n8k16: one block of 16 tiles, two
+// of 8 channels. A k-block of TB_M x TB_N loads (TB_M + TB_N) * 64 bytes for TB_M TB_N / 128
+// instructions.
 //
-// Instances named pkf_llc (the seed's PKF-LLC-16 and -32, after their TB_M) process chunks of tiles
-// whose V and M fit in L2 (products_plan.cc); those named sync_free process all tiles at once.
+// The instance named pkf_llc (the seed's PKF-LLC-32, after its TB_M) processes chunks of tiles whose
+// V and M fit in L2 (products_plan.cc); the one named sync_free processes all tiles at once.
 //
 // Shared memory: none, so that all of it serves as L1. For C = K = 64, U of F(2x2) (131 KB) stays
-// in L1 and V streams. Registers of the two sets of fragments and the sums: 160 at 32x64, 96 at
-// 32x32, 112 at 16x64; with addresses at most 234, 156 and 168. Two CTAs of 4 or 6 warps share an
-// SM: F(4x4) uses at most 168.
+// in L1 and V streams. Registers of the two sets of fragments and the sums: 160 at 32x64, with
+// addresses at most 234. Two CTAs share an SM.
 //
 // Refuses: reductions and columns of a group that are not multiples of 8, and blocks of V or U of
 // 2^31 elements.
@@ -46,18 +43,12 @@
 
 namespace jaxconv::winograd {
 
-template <int kTbM_, int kTbN_, int kWmmaM, int kWmmaN>
+// A lane's four consecutive channels come from two neighbouring blocks of B.
+template <int kTbM_, int kTbN_>
 struct WmmaTile {
   static constexpr int kTbM = kTbM_, kTbN = kTbN_;
-  static_assert(kWmmaM * kWmmaN == 256 && kTbM % kWmmaM == 0 && kTbN % kWmmaN == 0);
-  static constexpr bool kFilterIsA = kWmmaM == 8;
-  static constexpr int kBlocksA = (kFilterIsA ? kTbN : kTbM) / 16;
-  static constexpr int kBlocksB = (kFilterIsA ? kTbM : kTbN) / 8;
-  // m16n8k16 of a WMMA block.
-  static constexpr int kWmmaA = (kFilterIsA ? kWmmaN : kWmmaM) / 16;
-  static constexpr int kWmmaB = 2 / kWmmaA;
-  // A lane's four consecutive channels come from two neighbouring blocks.
-  static_assert((kFilterIsA ? kBlocksA : kBlocksB) % 2 == 0);
+  static_assert(kTbM % 16 == 0 && kTbN % 16 == 0);
+  static constexpr int kBlocksA = kTbM / 16, kBlocksB = kTbN / 8;
 
   struct Fragments {
     uint4 a[kBlocksA][2], b[kBlocksB];
@@ -78,14 +69,11 @@ struct RowOffsets {
     for (int i = 0; i < Tile::kBlocksA; ++i) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        a[i][half] =
-            Tile::kFilterIsA ? column(ChannelOfRow(i, half, g)) : tile(i * 16 + half * 8 + g);
+        a[i][half] = tile(i * 16 + half * 8 + g);
       }
     }
 #pragma unroll
-    for (int i = 0; i < Tile::kBlocksB; ++i) {
-      b[i] = Tile::kFilterIsA ? tile(i * 8 + g) : column(ChannelOfColumn(i, g));
-    }
+    for (int i = 0; i < Tile::kBlocksB; ++i) b[i] = column(ChannelOfColumn(i, g));
   }
 };
 
@@ -102,21 +90,17 @@ __device__ __forceinline__ void LoadFragments(const RowOffsets<Tile>& rows, cons
   for (int i = 0; i < Tile::kBlocksB; ++i) to.b[i] = LoadEightChannels(b + rows.b[i], inside);
 }
 
-// Alternates between WMMA blocks for each k16, so that no two consecutive instructions add to the
-// same sums.
+// Alternates between the blocks of a WMMA shape for each k16, so that no two consecutive
+// instructions add to the same sums.
 template <class Tile>
 __device__ __forceinline__ void MultiplyFragments(const typename Tile::Fragments& from,
                                                   float (&acc)[Tile::kBlocksA][Tile::kBlocksB][4]) {
   auto multiply = [&](auto half) {
 #pragma unroll
-    for (int i = 0; i < Tile::kBlocksA; i += Tile::kWmmaA) {
+    for (int i = 0; i < Tile::kBlocksA; ++i) {
 #pragma unroll
-      for (int j = 0; j < Tile::kBlocksB; j += Tile::kWmmaB) {
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          const int a = i + e % Tile::kWmmaA, b = j + e % Tile::kWmmaB;
-          MultiplyHalf<decltype(half)::value>(from.a[a], from.b[b], acc[a][b]);
-        }
+      for (int j = 0; j < Tile::kBlocksB; ++j) {
+        MultiplyHalf<decltype(half)::value>(from.a[i], from.b[j], acc[i][j]);
       }
     }
   };
@@ -134,29 +118,15 @@ __device__ __forceinline__ void StoreProducts(const ProductsParams& params, floa
     if (tile >= tiles || column >= columns) return;
     *reinterpret_cast<float4*>(m + int64_t{tile} * params.m_row + column) = make_float4(x, y, z, w);
   };
-  if constexpr (Tile::kFilterIsA) {
 #pragma unroll
-    for (int i = 0; i < Tile::kBlocksA; i += 2) {
+  for (int i = 0; i < Tile::kBlocksA; ++i) {
 #pragma unroll
-      for (int j = 0; j < Tile::kBlocksB; ++j) {
-        const float (&low)[4] = acc[i][j], (&high)[4] = acc[i + 1][j];
+    for (int j = 0; j < Tile::kBlocksB; j += 2) {
+      const float (&low)[4] = acc[i][j], (&high)[4] = acc[i][j + 1];
 #pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          store(j * 8 + t * 2 + e, i * 16 + g * 4, low[e], low[e + 2], high[e], high[e + 2]);
-        }
-      }
-    }
-  } else {
-#pragma unroll
-    for (int i = 0; i < Tile::kBlocksA; ++i) {
-#pragma unroll
-      for (int j = 0; j < Tile::kBlocksB; j += 2) {
-        const float (&low)[4] = acc[i][j], (&high)[4] = acc[i][j + 1];
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          store(i * 16 + e * 8 + g, j * 8 + t * 4, low[e * 2], low[e * 2 + 1], high[e * 2],
-                high[e * 2 + 1]);
-        }
+      for (int e = 0; e < 2; ++e) {
+        store(i * 16 + e * 8 + g, j * 8 + t * 4, low[e * 2], low[e * 2 + 1], high[e * 2],
+              high[e * 2 + 1]);
       }
     }
   }
@@ -194,8 +164,8 @@ __global__ void __launch_bounds__(Tag::kAlpha * 32, 2)
   int k = 0;
   auto load = [&](typename Tile::Fragments& to) {
     const bool inside = k + eight < params.reduction;
-    LoadFragments<Tile>(rows, (Tile::kFilterIsA ? u : v) + k, (Tile::kFilterIsA ? v : u) + k,
-                        inside, to);
+    const __half *const b = u + k, *const a = v + k;
+    LoadFragments<Tile>(rows, a, b, inside, to);
     k += kBlockChannels;
     if (k >= params.reduction) {
       k = 0;
@@ -226,10 +196,10 @@ __global__ void __launch_bounds__(Tag::kAlpha * 32, 2)
   }
 }
 
-template <Op kOp, DType kType, int m, int kTbM, int kTbN, int kWmmaM, int kWmmaN>
+template <Op kOp, DType kType, int m, int kTbM, int kTbN>
 struct SyncFree {
   static constexpr int kAlpha = m + 2;
-  using ProductTile = WmmaTile<kTbM, kTbN, kWmmaM, kWmmaN>;
+  using ProductTile = WmmaTile<kTbM, kTbN>;
 
   template <class Tag>
   static Status Launch(const Plan& plan, const Operands& operands, void* stream) {
@@ -244,8 +214,8 @@ struct SyncFree {
 };
 
 // The same kernels, launched chunk by chunk (products_plan.h).
-template <Op kOp, DType kType, int m, int kTbM, int kTbN, int kWmmaM, int kWmmaN>
-using PkfLlc = SyncFree<kOp, kType, m, kTbM, kTbN, kWmmaM, kWmmaN>;
+template <Op kOp, DType kType, int m, int kTbM, int kTbN>
+using PkfLlc = SyncFree<kOp, kType, m, kTbM, kTbN>;
 
 }  // namespace jaxconv::winograd
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
 from typing import NamedTuple
 
 
@@ -17,8 +19,46 @@ class Retired(NamedTuple):
     instead: str
 
 
+# Variants of depthwise and of winograd's tiles in bf16 and f16, fprop and dgrad, and the variants
+# for their problems.
+_DEPTHWISE = {"32ch_3x3_tma": "32ch_3x3_pairs", "32ch_5x5_tma": "32ch_5x5_pairs"}
+_PINGPONG, _PORTABLE = "four_stage_128x128x64_pingpong", "four_stage_128x128x64"
+_ON_WGMMA = {"four_stage_128x128x64_wgmma": _PINGPONG, "chunked_128x128x64_wgmma": _PINGPONG}
+_WINOGRAD = {
+    "2x2": (
+        *("elementwise_8x16", "pkf_llc_16x64", "pkf_llc_32x64"),
+        *(f"sync_free_32x64_{shape}" for shape in ("16x16x16", "32x8x16", "8x32x16")),
+    ),
+    "4x4": (
+        *("elementwise_8x16", "pkf_llc_16x64", "pkf_llc_32x32"),
+        *(f"sync_free_32x32_{shape}" for shape in ("16x16x16", "32x8x16", "8x32x16")),
+    ),
+    "6x6": (),
+}
+# They stay as references (cc/cuda/winograd/kernels.def).
+_KEPT = {
+    f"fprop_winograd_f16_2x2_{form}"
+    for form in ("elementwise_8x16", "pkf_llc_32x64", "sync_free_32x64_16x16x16")
+}
+
+
+def _since_0_2() -> Iterator[tuple[str, str]]:
+    """Names, and those that take their place."""
+    for op, dtype in itertools.product(("fprop", "dgrad"), ("bf16", "f16")):
+        for name, instead in _DEPTHWISE.items():
+            for suffix in ("", "_fused") if op == "fprop" else ("",):
+                of = f"{op}_depthwise_{dtype}_"
+                yield f"{of}{name}{suffix}", f"{of}{instead}{suffix}"
+        for tile, portable in _WINOGRAD.items():
+            of = f"{op}_winograd_{dtype}_{tile}_"
+            for form, instead in {**dict.fromkeys(portable, _PORTABLE), **_ON_WGMMA}.items():
+                yield of + form, of + instead
+
+
 # By name. An instance of a published version must be added here when it is deleted.
-RETIRED: dict[str, Retired] = {}
+RETIRED: dict[str, Retired] = {
+    name: Retired("0.2.0", instead) for name, instead in _since_0_2() if name not in _KEPT
+}
 
 
 def advice(instance: str) -> str:
