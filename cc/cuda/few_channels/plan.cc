@@ -27,14 +27,9 @@ constexpr int64_t kMaxWorkspaceBytes = 64'000'000;
 constexpr int64_t kMaxGridY = 65535;
 constexpr int64_t kMostChunkChannels = 16;
 
-// Like all constants of CyclesOfTile, fitted to 70 timings on an H200, within 10 %
-// (docs/notes/few_channels.md). Under this load the H200 runs at 1.75 instead of 1.97 GHz.
-constexpr double kClockShare = 0.888325;
-// Added to gpu.launch_us. The fit attributes 0.857 us to the launch; the rest of a kernel's start
-// is part of CyclesOfTile.
+// Added to gpu.launch_us. The fit of CyclesOfTile attributes 0.857 us to the launch; the rest of a
+// kernel's start is part of CyclesOfTile.
 constexpr double kStartUs = -0.842857;
-// Share of the GPU's DRAM rate.
-constexpr double kDramShare = 0.716528;
 // Per clock and SM: wgrad's partial results mostly stay in L2 between the two kernels.
 constexpr double kPartialBytesPerCycle = 20;
 
@@ -418,10 +413,10 @@ double Microseconds(const Instance& instance, const ConvProblem& problem, const 
       static_cast<double>(tiling.width) *
           static_cast<double>(problem.x_elements() + problem.w_elements() + problem.y_elements()) +
       static_cast<double>(epilogue_bytes);
-  const double cycles_per_us = gpu.cycles_per_us() * kClockShare;
+  const double cycles_per_us = gpu.cycles_per_us() * kMmaSyncClockShare;
   const double start = gpu.launch_us + kStartUs;
   double microseconds =
-      start + std::max(cycles / cycles_per_us, bytes / (gpu.dram_bytes_per_us * kDramShare));
+      start + std::max(cycles / cycles_per_us, bytes / (gpu.dram_bytes_per_us * kMmaSyncDramShare));
   if (problem.op == Op::kWgrad) {
     microseconds += start + 2 * static_cast<double>(WorkspaceBytes(problem, ctas)) /
                                 (kPartialBytesPerCycle * gpu.sm_count * cycles_per_us);

@@ -5,12 +5,8 @@
 namespace jaxconv::igemm_wmma {
 namespace {
 
-// An H200 runs at 1.75 of its 1.97 GHz under this load.
-constexpr double kClockShare = 0.888325;
 // A kernel's start beyond gpu.launch_us: 1.714 us from one kernel of a CUDA graph to the next.
 constexpr double kStartUs = 0.014286;
-// Share of the GPU's DRAM rate.
-constexpr double kDramShare = 0.716528;
 // Per clock and SM. Measured: 127.7 bytes for shared memory alone, 43 to 55 for tiles that many SMs
 // read from L2 at about the same time.
 constexpr double kSharedBytesPerCycle = 128;
@@ -68,10 +64,11 @@ double PredictMicroseconds(const TileCost& tile, const TiledWork& work, const Gp
   const int64_t last = per_sm % resident;
   double cycles = static_cast<double>(per_sm) * edge + static_cast<double>(per_sm - last) * cta;
   if (last > 0) cycles += static_cast<double>(last) * cta / RateOfCtas(last, resident);
-  const double cycles_per_us = gpu.cycles_per_us() * kClockShare;
+  const double cycles_per_us = gpu.cycles_per_us() * kMmaSyncClockShare;
   const double start = gpu.launch_us + kStartUs;
-  double microseconds = start + std::max(cycles / cycles_per_us,
-                                         work.dram_bytes / (gpu.dram_bytes_per_us * kDramShare));
+  double microseconds =
+      start + std::max(cycles / cycles_per_us,
+                       work.dram_bytes / (gpu.dram_bytes_per_us * kMmaSyncDramShare));
   if (work.partial_bytes > 0) {
     microseconds +=
         start + 2 * work.partial_bytes / (kPartialBytesPerCycle * gpu.sm_count * cycles_per_us);

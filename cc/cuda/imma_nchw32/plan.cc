@@ -147,8 +147,6 @@ void DescribeReduction(const ConvProblem& problem, bool few, int64_t tile_k, Par
 // at most.
 double Microseconds(const Instance& instance, const ConvProblem& problem, const Gpu& gpu,
                     int64_t ctas, int64_t k_blocks) {
-  // An H200 runs at 1.75 of its 1.97 GHz under this load.
-  constexpr double kClockShare = 0.888325;
   constexpr double kDramShare = 0.85;
   constexpr double kSharedBytesPerCycle = 128;
   // SM cycles for an output, and for each byte of it that is written or read.
@@ -180,7 +178,7 @@ double Microseconds(const Instance& instance, const ConvProblem& problem, const 
   const double cycles = static_cast<double>(per_sm) * edge +
                         static_cast<double>(per_sm - last) * cta +
                         static_cast<double>(last) * cta / last_rate;
-  return gpu.launch_us + std::max(cycles / (gpu.cycles_per_us() * kClockShare),
+  return gpu.launch_us + std::max(cycles / (gpu.cycles_per_us() * kMmaSyncClockShare),
                                   Int8Bytes(problem) / (gpu.dram_bytes_per_us * kDramShare));
 }
 
