@@ -1,10 +1,9 @@
 """Runs models of other libraries on lax, on jaxconv and under jaxconv.fuse, and compares results.
 
-    pip install dm-haiku equimo 'flax>=0.12' keras namex optree
-    pip install kimm 'diffusers<0.36' 'transformers<5' --no-deps
-    pip install flaxmodels jax-resnet eqxvision --no-deps  # they pin unused packages
-    pip install einops h5py 'huggingface-hub<1' loguru lz4 pillow regex requests safetensors semver
-    python tools/third_party_models.py                      # --list: names, and what is installed
+    pip install dm-haiku equimo 'flax>=0.12' jax-resnet keras kimm namex optree
+    pip install 'diffusers<0.36' 'transformers<5'  # the last with models in Flax
+    pip install --no-deps flaxmodels flaxdiff eqxvision  # the models need none of the rest
+    python tools/third_party_models.py --list       # the models, and what is installed
     python tools/third_party_models.py --model haiku/ResNet18 --json models.json
 
 None of these models was written for this library, and none is changed. Weights are random; nothing
@@ -84,19 +83,19 @@ def images(size: int, channels: int = 3, *, first: bool = False, scale: float = 
 # --- libraries ------------------------------------------------------------------------------------
 
 
-def linen(module: Any, *inputs: Any, train: dict | None = None, **infer: Any) -> Network:
-    """A module of flax.linen; ``infer`` and ``train`` are arguments of its call."""
+def linen(module: Any, *inputs: Any, training: dict | None = None, **infer: Any) -> Network:
+    """A module of flax.linen; ``infer`` and ``training`` are arguments of its call."""
     variables = jax.jit(functools.partial(module.init, **infer))(jax.random.key(0), *inputs)
     state = {name: value for name, value in variables.items() if name != "params"}
 
     def apply(parameters, state, *inputs):
         return module.apply({"params": parameters, **state}, *inputs, **infer)
 
-    def training(parameters, state, *inputs):
+    def train(parameters, state, *inputs):
         variables = {"params": parameters, **state}
-        return module.apply(variables, *inputs, **(train or {}), mutable=list(state))[0]
+        return module.apply(variables, *inputs, **training, mutable=list(state))[0]
 
-    return Network(variables["params"], state, inputs, apply, None if train is None else training)
+    return Network(variables["params"], state, inputs, apply, None if training is None else train)
 
 
 def haiku(name: str, size: int, **arguments: Any) -> Network:
@@ -147,13 +146,13 @@ def transformers(name: str, size: int, **config: Any) -> Network:
     def apply(parameters, state, x):
         return model(x, params={"params": parameters, **state} if state else parameters)
 
-    def training(parameters, state, x):
+    def train(parameters, state, x):
         return model(x, params={"params": parameters, **state}, train=True)[0]
 
     state = {k: v for k, v in model.params.items() if k == "batch_stats"}
     parameters = model.params["params"] if state else model.params
     x = images(size, first=True)
-    return Network(parameters, state, (x,), apply, training if state else None)
+    return Network(parameters, state, (x,), apply, train if state else None)
 
 
 def equinox(model: Any, size: int) -> Network:
@@ -183,16 +182,16 @@ def eqxvision(name: str, size: int) -> Network:
 def jax_resnet(name: str, size: int) -> Network:
     """A model of jax_resnet, whose batch norm trains as its module says."""
     library = importlib.import_module("jax_resnet")
-    return linen(getattr(library, name)(n_classes=10), images(size), train={})
+    return linen(getattr(library, name)(n_classes=10), images(size), training={})
 
 
-def flaxmodels(name: str, *inputs: Any, train: dict | None = None, **arguments: Any) -> Network:
-    """A model of flaxmodels."""
+def flaxmodels(name: str, x: np.ndarray, **arguments: Any) -> Network:
+    """A model of flaxmodels, whose call has an argument ``train``."""
     library: Any = importlib.import_module("flaxmodels")
     for part in name.split("."):
         library = getattr(library, part)
-    infer = {name: False for name in train or ()}
-    return linen(library(pretrained=None, **arguments), *inputs, train=train, **infer)
+    module = library(pretrained=None, **arguments)
+    return linen(module, x, training={"train": True}, train=False)
 
 
 def diffusers(name: str, *inputs: Any, **arguments: Any) -> Network:
@@ -233,20 +232,21 @@ MODELS: dict[str, Callable[[], Network]] = {
     "keras/VGG16": lambda: application("VGG16", 32),
     "keras/Xception": lambda: application("Xception", 71),
     "kimm/GhostNetW050": lambda: kimm("GhostNetW050", 64),
-    "kimm/MobileOneS0": lambda: kimm("MobileOneS0", 64),
     "kimm/RegNetY002": lambda: kimm("RegNetY002", 64),
     "haiku/MobileNetV1": lambda: haiku("MobileNetV1", 64),
     "haiku/ResNet18": lambda: haiku("ResNet18", 64, resnet_v2=True),
     "jax_resnet/ResNet18": lambda: jax_resnet("ResNet18", 64),
     "jax_resnet/ResNeXt50": lambda: jax_resnet("ResNeXt50", 64),
     "jax_resnet/ResNeSt50Fast": lambda: jax_resnet("ResNeSt50Fast", 64),
-    "flaxmodels/ResNet18": lambda: flaxmodels("ResNet18", images(64), train={"train": True}),
+    "flaxmodels/ResNet18": lambda: flaxmodels("ResNet18", images(64)),
     "flaxmodels/VGG16": lambda: flaxmodels("VGG16", images(32), include_head=False),
     "flaxmodels/StyleGAN2 generator": lambda: flaxmodels(
-        "stylegan2.Generator", VECTORS, resolution=32, z_dim=64, w_dim=64, num_ws=8, fmap_max=32
-    ),
-    "flaxmodels/StyleGAN2 discriminator": lambda: flaxmodels(
-        "stylegan2.Discriminator", images(32), resolution=32, fmap_max=32
+        "stylegan2.Generator",
+        VECTORS,
+        resolution=32,
+        fmap_max=32,
+        num_ws=8,
+        **dict.fromkeys(("z_dim", "w_dim", "mapping_layer_features"), VECTORS.shape[1]),
     ),
     "diffusers/FlaxUNet2DConditionModel": lambda: diffusers(
         "FlaxUNet2DConditionModel",
@@ -283,12 +283,13 @@ MODELS: dict[str, Callable[[], Network]] = {
     "equimo/convnext_t": lambda: equimo("convnext_t", 32),
     "equimo/mobilenetv3_small": lambda: equimo("mobilenetv3_small", 64),
     "equimo/iformer_t": lambda: equimo("iformer_t", 64),
-    "equimo/lowformer_backbone_b0": lambda: equimo("lowformer_backbone_b0", 64),
+    "equimo/lowformer_backbone_b0": lambda: equimo(
+        "lowformer_backbone_b0", 64, attention_type="softmax"
+    ),
     "flaxdiff/Unet": lambda: flaxdiff(
         images(32), STEPS / 10, TOKENS, feature_depths=[32, 64], attention_configs=[None, None]
     ),
     "eqxvision/resnet18": lambda: eqxvision("resnet18", 64),
-    "eqxvision/shufflenet_v2_x0_5": lambda: eqxvision("shufflenet_v2_x0_5", 64),
 }
 DISTRIBUTIONS = {"haiku": "dm-haiku", "jax_resnet": "jax-resnet"}
 
