@@ -3,6 +3,7 @@
     python tools/results.py                           # the tables of the pages, from docs/results
     python tools/results.py --layers                  # first docs/results/h200_layers.csv
     python tools/results.py --add bench.json net.json # first rows of h200_networks.csv
+    python tools/results.py --models models.json      # first cpu_third_party.csv
 
 A table of a page follows a comment, ``<!-- results: NAME -->``, and is replaced. A file of
 docs/results is CSV after lines ``# fact: value``; a fact such as ``gpu`` applies to all rows if
@@ -12,6 +13,7 @@ there is no column of this name.
 each layer. Selection is compiled as a host program, as for ``tools/bench_problems.py``; it needs
 neither a GPU nor CUDA. ``--add`` takes files of ``python -m jaxconv.bench --network NAME --json``
 and of ``tools/keras_networks.py --json``; rows of the same network, mode and side are replaced.
+``--models`` takes a file of ``tools/third_party_models.py --json``, which replaces all rows.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ sys.path[:0] = [
 ]
 
 RESULTS = REPOSITORY / "docs" / "results"
-PAGES = ("performance.md", "when_not.md")
+PAGES = ("performance.md", "when_not.md", "support.md")
 OPS = ("fprop", "dgrad", "wgrad")
 FACTS = ("gpu", "driver", "jax", "commit", "command")  # that every row has, itself or by its file
 
@@ -251,6 +253,36 @@ def compile_times() -> str:
     )
 
 
+def third_party() -> str:
+    """Models of other libraries: a line for each, with its outputs and its gradient."""
+    header = ["library", "model"]
+    for title in ("convolutions, on kernels, fused", "difference (rounding)", "compilation, s"):
+        header += [f"{title}: outputs", "gradient"]
+    lines, last = [], ""
+    rows = read("cpu_third_party.csv")
+    for model in dict.fromkeys(row["model"] for row in rows):
+        found = [row for row in rows if row["model"] == model]
+        modes = [sides_of([r for r in found if r["mode"] == m]) for m in ("infer", "gradient")]
+        cells = [cell for pair in zip(*modes, strict=True) for cell in pair]
+        if outcomes := [row["outcome"] for row in found if row["outcome"] != "right"]:
+            cells[0] = outcomes[0]
+        library = found[0]["library"]
+        name = model.partition("/")[2]
+        lines.append(["" if library == last else library, name, *cells])
+        last = library
+    return markdown(header, lines)
+
+
+def sides_of(rows: Rows) -> tuple[str, str, str]:
+    """Counts under ``fuse``, the largest difference, and seconds of compilation by side."""
+    if not rows:
+        return "", "", ""
+    counts = [rows[-1][name] for name in ("convolutions", "on_kernels", "fused")]
+    difference = max((row["difference"] for row in rows if row["difference"]), key=float)
+    seconds = [row["compile_s"] for row in rows]
+    return ", ".join(counts), f"{difference} ({rows[0]['rounding']})", ", ".join(seconds)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "means of h200_dense_layers": dense_means,
     "h200_layers, bf16": lambda: layer_sets("bf16", "default"),
@@ -269,6 +301,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "h200_networks, f32": lambda: networks(network_rows(dtype="f32"), convolutions=False),
     "h200_networks, torch.compile": compiled,
     "h200_compile": compile_times,
+    "cpu_third_party": third_party,
 }
 MARKED = re.compile(r"(<!-- results: (.+) -->\n\n)((?:\|.*\n)*)")
 
@@ -371,6 +404,27 @@ def network_times(path: pathlib.Path) -> Rows:
     return rows
 
 
+def model_rows(path: pathlib.Path) -> tuple[list[str], Rows]:
+    """The comments and the rows of a file of tools/third_party_models.py."""
+    content: dict[str, Any] = json.loads(path.read_text())
+    environment = content["environment"]
+    command = ["python", "tools/third_party_models.py", *content["command"]]
+    comments = [
+        "# Models of other libraries: outputs and a gradient, by lax, jaxconv and fuse.",
+        f"# gpu: none; CPU: {environment['device']}",
+        "# driver: none",
+        *(f"# {name}: {environment[name]}" for name in ("jax", "commit")),
+        f"# command: {' '.join(command)}",
+    ]
+    forms = {"compile_s": ".1f", "difference": ".1e", "rounding": ".1e"}
+
+    def cell(name: str, value: Any) -> str:
+        return "" if value is None else format(value, forms.get(name, ""))
+
+    rows = [{name: cell(name, value) for name, value in row.items()} for row in content["rows"]]
+    return comments, rows
+
+
 NAMES = {
     "resnet50": "ResNet-50",
     "resnext50": "ResNeXt-50 32x4d",
@@ -400,7 +454,10 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--layers", action="store_true", help="write h200_layers.csv")
     parser.add_argument("--program", type=pathlib.Path, help="choices_test, if it is compiled")
     parser.add_argument("--add", nargs="+", default=(), type=pathlib.Path, metavar="FILE.json")
+    parser.add_argument("--models", type=pathlib.Path, metavar="FILE.json")
     chosen = parser.parse_args(argv)
+    if chosen.models:
+        write("cpu_third_party.csv", *model_rows(chosen.models))
     if chosen.layers:
         import bench_problems
         from selection_program import SelectionProgram
