@@ -3,7 +3,7 @@
     python tools/results.py                           # the tables of the pages, from docs/results
     python tools/results.py --layers                  # first docs/results/h200_layers.csv
     python tools/results.py --add bench.json net.json # first rows of h200_networks.csv
-    python tools/results.py --models models.json      # first cpu_third_party.csv
+    python tools/results.py --models models.json      # first rows of cpu_third_party.csv
 
 A table of a page follows a comment, ``<!-- results: NAME -->``, and is replaced. A file of
 docs/results is CSV after lines ``# fact: value``; a fact such as ``gpu`` applies to all rows if
@@ -13,7 +13,8 @@ there is no column of this name.
 each layer. Selection is compiled as a host program, as for ``tools/bench_problems.py``; it needs
 neither a GPU nor CUDA. ``--add`` takes files of ``python -m jaxconv.bench --network NAME --json``
 and of ``tools/keras_networks.py --json``; rows of the same network, mode and side are replaced.
-``--models`` takes a file of ``tools/third_party_models.py --json``, which replaces all rows.
+``--models`` takes files of ``tools/third_party_models.py --json``; rows of the same model are
+replaced.
 """
 
 from __future__ import annotations
@@ -404,25 +405,26 @@ def network_times(path: pathlib.Path) -> Rows:
     return rows
 
 
-def model_rows(path: pathlib.Path) -> tuple[list[str], Rows]:
-    """The comments and the rows of a file of tools/third_party_models.py."""
+def model_rows(path: pathlib.Path) -> Rows:
+    """The rows of a file of tools/third_party_models.py."""
     content: dict[str, Any] = json.loads(path.read_text())
     environment = content["environment"]
-    command = ["python", "tools/third_party_models.py", *content["command"]]
-    comments = [
-        "# Models of other libraries: outputs and a gradient, by lax, jaxconv and fuse.",
-        f"# gpu: none; CPU: {environment['device']}",
-        "# driver: none",
-        *(f"# {name}: {environment[name]}" for name in ("jax", "commit")),
-        f"# command: {' '.join(command)}",
-    ]
+    facts = {"gpu": f"none; CPU: {environment['device']}", "driver": "none"}
+    facts |= {name: environment[name] for name in ("jax", "commit")}
+    facts["command"] = " ".join(["python tools/third_party_models.py", *content["command"]])
     forms = {"compile_s": ".1f", "difference": ".1e", "rounding": ".1e"}
 
     def cell(name: str, value: Any) -> str:
         return "" if value is None else format(value, forms.get(name, ""))
 
-    rows = [{name: cell(name, value) for name, value in row.items()} for row in content["rows"]]
-    return comments, rows
+    return [{name: cell(name, row[name]) for name in row} | facts for row in content["rows"]]
+
+
+def with_models(rows: Rows, added: Rows) -> Rows:
+    """The rows with others in the place of those of the same models."""
+    models = {row["model"]: [r for r in rows if r["model"] == row["model"]] for row in rows}
+    models |= {row["model"]: [r for r in added if r["model"] == row["model"]] for row in added}
+    return [row for found in models.values() for row in found]
 
 
 NAMES = {
@@ -454,10 +456,11 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--layers", action="store_true", help="write h200_layers.csv")
     parser.add_argument("--program", type=pathlib.Path, help="choices_test, if it is compiled")
     parser.add_argument("--add", nargs="+", default=(), type=pathlib.Path, metavar="FILE.json")
-    parser.add_argument("--models", type=pathlib.Path, metavar="FILE.json")
+    parser.add_argument("--models", nargs="+", default=(), type=pathlib.Path, metavar="FILE.json")
     chosen = parser.parse_args(argv)
-    if chosen.models:
-        write("cpu_third_party.csv", *model_rows(chosen.models))
+    for path in chosen.models:
+        comments, rows = parts("cpu_third_party.csv")
+        write("cpu_third_party.csv", comments, with_models(rows, model_rows(path)))
     if chosen.layers:
         import bench_problems
         from selection_program import SelectionProgram

@@ -16,9 +16,10 @@ arrays; an array whose norm is below 1e-3 of the largest is divided by that. The
 times "rounding", the largest difference of lax from itself in ``MOVES`` runs that move each
 parameter and input by one unit in the last place. Every layer rounds its results, and sums in
 another order, so results move by a few times that. Where the argument of a ReLU changes its sign,
-gradients jump: by the square root of the share of such units, 1e-2 in deep networks. Therefore the
-bound is at most ``LARGEST_BOUND``; an array with a wrong or a missing term differs by about 1. The
-bound is that of float32: on a GPU, where lax takes TF32, set JAX_DEFAULT_MATMUL_PRECISION=highest.
+or another element of a window is the largest, gradients jump: of ReLUs by the square root of the
+share of such units, 1e-2 in deep networks. Therefore several runs are made, and the bound is at
+most ``LARGEST_BOUND``; an array with a wrong or a missing term differs by about 1. The bound is
+that of float32: on a GPU, where lax takes TF32, set JAX_DEFAULT_MATMUL_PRECISION=highest.
 
 "compile s" is the processor's time, of all threads, to trace, lower and compile, which other
 programs on the machine change less than the clock's.
@@ -47,7 +48,7 @@ from jaxconv.bench import environment, measure_network, options
 
 FACTOR = 32
 LARGEST_BOUND = 0.1
-MOVES = 4
+MOVES = 16
 MODES = ("infer", "gradient")
 BATCH = 16  # of 2 examples, batch norm behind global pooling leaves a sign
 

@@ -164,7 +164,11 @@ def test_models_of_other_libraries(results, tmp_path, monkeypatch):
     file.write_text(json.dumps(content))
 
     monkeypatch.setattr(results, "RESULTS", tmp_path)
-    results.write("cpu_third_party.csv", *results.model_rows(file))
+    added = results.model_rows(file)
+    before = [added[-1] | {"model": "keras/C"}, *({**row, "fused": "none"} for row in added[1:])]
+    after = results.with_models(before, added)
+    assert after == [before[0], *added]
+    results.write("cpu_third_party.csv", [], added)
     read = results.read("cpu_third_party.csv")
     assert read[0]["gpu"] == "none; CPU: a CPU, 2 threads"
     assert read[0]["command"] == "python tools/third_party_models.py --json models.json"
