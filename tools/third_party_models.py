@@ -284,7 +284,7 @@ MODELS: dict[str, Callable[[], Network]] = {
     "transformers/CLIPVision": lambda: transformers("CLIPVision", 32, **VIT),
     "equimo/convnext_t": lambda: equimo("convnext_t", 32),
     "equimo/mobilenetv3_small": lambda: equimo("mobilenetv3_small", 64),
-    "equimo/iformer_t": lambda: equimo("iformer_t", 64),
+    "equimo/iformer_t": lambda: equimo("iformer_t", 64, depths=[1, 1, 1, 1, 1, 1]),
     "equimo/lowformer_backbone_b0": lambda: equimo(
         "lowformer_backbone_b0", 64, attention_type="softmax"
     ),
