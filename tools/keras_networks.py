@@ -89,6 +89,28 @@ class Row:
     ratio: float | None = None  # lax's time over this one's; on a GPU of the device's times
 
 
+def network(name: str, extent: int, classes: int = CLASSES) -> tuple[Any, State]:
+    """A network of keras.applications with random parameters."""
+    import keras
+
+    keras.utils.set_random_seed(0)
+    model = getattr(keras.applications, name)(
+        weights=None,
+        input_shape=(extent, extent, 3),
+        classes=classes,
+        classifier_activation=None,
+    )
+    return model, state_of(model)
+
+
+def state_of(model: Any) -> State:
+    """A model's variables."""
+    return State(
+        [v.value for v in model.trainable_variables],
+        [v.value for v in model.non_trainable_variables],
+    )
+
+
 def steps_of(model: Any) -> dict[str, Callable[..., tuple[State, jax.Array]]]:
     """Functions (state, images, labels) -> (next state, loss or outputs), for both modes."""
 
@@ -115,12 +137,41 @@ def made(side: str, step: Callable) -> Callable:
     return jaxconv.fuse(step) if side == "fused" else step
 
 
+def compiled(
+    side: str,
+    step: Callable,
+    arguments: tuple,
+    clock: Callable[[], float] = time.perf_counter,
+    **options: Any,
+) -> tuple[Any, float]:
+    """One side's program, and the seconds in which it was traced, lowered and compiled.
+
+    Args:
+        options: of ``jax.jit``.
+    """
+    jax.clear_caches()
+    start = clock()
+    with jaxconv.override(side != "lax"):
+        program = jax.jit(made(side, step), **options).lower(*arguments).compile()
+    return program, clock() - start
+
+
+def explained(side: str, step: Callable, arguments: tuple) -> Any:
+    """What ``explain`` says of one side."""
+    with jaxconv.override(side != "lax"):
+        return jaxconv.explain(made(side, step), *arguments)
+
+
+def failure(error: Exception) -> str:
+    """An exception in some words."""
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:90]}"
+
+
 def fused_share(step: Callable, side: str, arguments: tuple) -> str:
     """How many of the forward convolutions have an epilogue in their call, as text."""
     if side == "lax":
         return ""
-    with jaxconv.override():
-        found = [c for c in jaxconv.explain(made(side, step), *arguments) if c.op == "fprop"]
+    found = [c for c in explained(side, step, arguments) if c.op == "fprop"]
     return f"{sum(c.count for c in found if c.epilogue)}/{sum(c.count for c in found)}"
 
 
@@ -154,17 +205,12 @@ def measured(name: str, mode: str, step: Callable, state: State, rest: tuple, ch
     for side in reversed(chosen.sides):
         row = rows[side]
         try:
-            jax.clear_caches()
-            start = time.perf_counter()
-            with jaxconv.override(side != "lax"):
-                lowered = jax.jit(made(side, step), donate_argnums=0).lower(state, *rest)
-                compiled = lowered.compile()
-            row.compile_s = time.perf_counter() - start
+            program, row.compile_s = compiled(side, step, (state, *rest), donate_argnums=0)
             row.fused = fused_share(step, side, (state, *rest))
-            programs[side] = Program(compiled, jax.tree.map(jnp.copy, state), rest)
+            programs[side] = Program(program, jax.tree.map(jnp.copy, state), rest)
             first[side] = programs[side](1)
         except Exception as error:  # the row shows any error of a library
-            row.failure = f"{type(error).__name__}: {str(error).splitlines()[0][:90]}"
+            row.failure = failure(error)
     for side in [s for s in programs if "lax" in first]:
         rows[side].difference = relative(first[side], first["lax"])
     times: dict[str, list[float]] = {side: [] for side in programs}
@@ -242,17 +288,7 @@ def main(argv: Sequence[str]) -> int:
     for name in chosen.network or NETWORKS:
         usual = NETWORKS[name]
         batch, extent = chosen.batch or usual.batch, chosen.size or usual.extent
-        keras.utils.set_random_seed(0)
-        model = getattr(keras.applications, name)(
-            weights=None,
-            input_shape=(extent, extent, 3),
-            classes=CLASSES,
-            classifier_activation=None,
-        )
-        state = State(
-            [v.value for v in model.trainable_variables],
-            [v.value for v in model.non_trainable_variables],
-        )
+        model, state = network(name, extent)
         images, labels = jax.random.split(jax.random.key(0))
         x = jax.random.uniform(images, (batch, extent, extent, 3), maxval=usual.largest)
         x = x.astype(DTYPES[chosen.dtype])

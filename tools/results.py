@@ -3,6 +3,7 @@
     python tools/results.py                           # the tables of the pages, from docs/results
     python tools/results.py --layers                  # first docs/results/h200_layers.csv
     python tools/results.py --add bench.json net.json # first rows of h200_networks.csv
+    python tools/results.py --models models.json      # first rows of cpu_third_party.csv
 
 A table of a page follows a comment, ``<!-- results: NAME -->``, and is replaced. A file of
 docs/results is CSV after lines ``# fact: value``; a fact such as ``gpu`` applies to all rows if
@@ -12,6 +13,8 @@ there is no column of this name.
 each layer. Selection is compiled as a host program, as for ``tools/bench_problems.py``; it needs
 neither a GPU nor CUDA. ``--add`` takes files of ``python -m jaxconv.bench --network NAME --json``
 and of ``tools/keras_networks.py --json``; rows of the same network, mode and side are replaced.
+``--models`` takes files of ``tools/third_party_models.py --json``; rows of the same model are
+replaced.
 """
 
 from __future__ import annotations
@@ -33,7 +36,7 @@ sys.path[:0] = [
 ]
 
 RESULTS = REPOSITORY / "docs" / "results"
-PAGES = ("performance.md", "when_not.md")
+PAGES = ("performance.md", "when_not.md", "support.md")
 OPS = ("fprop", "dgrad", "wgrad")
 FACTS = ("gpu", "driver", "jax", "commit", "command")  # every row or its file has these
 
@@ -251,6 +254,36 @@ def compile_times() -> str:
     )
 
 
+def third_party() -> str:
+    """Models of other libraries: a line for each, with its outputs and its gradient."""
+    header = ["library", "model"]
+    for title in ("convolutions, on kernels, fused", "difference (rounding)", "compilation, s"):
+        header += [f"{title}: outputs", "gradient"]
+    lines, last = [], ""
+    rows = read("cpu_third_party.csv")
+    for model in dict.fromkeys(row["model"] for row in rows):
+        found = [row for row in rows if row["model"] == model]
+        modes = [sides_of([r for r in found if r["mode"] == m]) for m in ("infer", "gradient")]
+        cells = [cell for pair in zip(*modes, strict=True) for cell in pair]
+        if outcomes := [row["outcome"] for row in found if row["outcome"] != "right"]:
+            cells[0] = outcomes[0]
+        library = found[0]["library"]
+        name = model.partition("/")[2]
+        lines.append(["" if library == last else library, name, *cells])
+        last = library
+    return markdown(header, lines)
+
+
+def sides_of(rows: Rows) -> tuple[str, str, str]:
+    """Counts under ``fuse``, the largest difference, and seconds of compilation by side."""
+    if not rows:
+        return "", "", ""
+    counts = [rows[-1][name] for name in ("convolutions", "on_kernels", "fused")]
+    difference = max((row["difference"] for row in rows if row["difference"]), key=float)
+    seconds = [row["compile_s"] for row in rows]
+    return ", ".join(counts), f"{difference} ({rows[0]['rounding']})", ", ".join(seconds)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "means of h200_dense_layers": dense_means,
     "h200_layers, bf16": lambda: layer_sets("bf16", "default"),
@@ -269,6 +302,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "h200_networks, f32": lambda: networks(network_rows(dtype="f32"), convolutions=False),
     "h200_networks, torch.compile": compiled,
     "h200_compile": compile_times,
+    "cpu_third_party": third_party,
 }
 MARKED = re.compile(r"(<!-- results: (.+) -->\n\n)((?:\|.*\n)*)")
 
@@ -371,6 +405,28 @@ def network_times(path: pathlib.Path) -> Rows:
     return rows
 
 
+def model_rows(path: pathlib.Path) -> Rows:
+    """The rows of a file of tools/third_party_models.py."""
+    content: dict[str, Any] = json.loads(path.read_text())
+    environment = content["environment"]
+    facts = {"gpu": f"none; CPU: {environment['device']}", "driver": "none"}
+    facts |= {name: environment[name] for name in ("jax", "commit")}
+    facts["command"] = " ".join(["python tools/third_party_models.py", *content["command"]])
+    forms = {"compile_s": ".1f", "difference": ".1e", "rounding": ".1e"}
+
+    def cell(name: str, value: Any) -> str:
+        return "" if value is None else format(value, forms.get(name, ""))
+
+    return [{name: cell(name, row[name]) for name in row} | facts for row in content["rows"]]
+
+
+def with_models(rows: Rows, added: Rows) -> Rows:
+    """The rows with others in the place of those of the same models."""
+    models = {row["model"]: [r for r in rows if r["model"] == row["model"]] for row in rows}
+    models |= {row["model"]: [r for r in added if r["model"] == row["model"]] for row in added}
+    return [row for found in models.values() for row in found]
+
+
 NAMES = {
     "resnet50": "ResNet-50",
     "resnext50": "ResNeXt-50 32x4d",
@@ -400,7 +456,11 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--layers", action="store_true", help="write h200_layers.csv")
     parser.add_argument("--program", type=pathlib.Path, help="choices_test, if it is compiled")
     parser.add_argument("--add", nargs="+", default=(), type=pathlib.Path, metavar="FILE.json")
+    parser.add_argument("--models", nargs="+", default=(), type=pathlib.Path, metavar="FILE.json")
     chosen = parser.parse_args(argv)
+    for path in chosen.models:
+        comments, rows = parts("cpu_third_party.csv")
+        write("cpu_third_party.csv", comments, with_models(rows, model_rows(path)))
     if chosen.layers:
         import bench_problems
         from selection_program import SelectionProgram

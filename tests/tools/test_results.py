@@ -146,3 +146,34 @@ def test_networks_are_added(results, tmp_path):
     bench.write_text(json.dumps(content | {"environment": {"device": "a CPU"}}))
     with pytest.raises(ValueError, match="no commit, driver, jax"):
         results.network_times(bench)
+
+
+def test_models_of_other_libraries(results, tmp_path, monkeypatch):
+    file = tmp_path / "models.json"
+    places = [("keras/A", mode, side) for mode in ("infer", "gradient") for side in results.SIDES]
+    names = ("convolutions", "on_kernels", "fused", "compile_s", "difference", "rounding")
+    rows = [
+        dict(zip(("model", "mode", "side"), place, strict=True), library="keras 3", outcome="right")
+        | dict(zip(names, (9, 8, i, 1.25 + i, i * 1e-7, 1e-6), strict=True))
+        for i, place in enumerate(places)
+    ]
+    skipped = {"model": "keras/B", "library": "keras 3", "outcome": "skipped: ImportError: no"}
+    rows.append({name: "" if name in ("mode", "side") else None for name in rows[0]} | skipped)
+    environment = ENVIRONMENT | {"device": "a CPU, 2 threads"}
+    content = {"environment": environment, "rows": rows, "command": ["--json", "models.json"]}
+    file.write_text(json.dumps(content))
+
+    monkeypatch.setattr(results, "RESULTS", tmp_path)
+    added = results.model_rows(file)
+    before = [added[-1] | {"model": "keras/C"}, *({**row, "fused": "none"} for row in added[1:])]
+    after = results.with_models(before, added)
+    assert after == [before[0], *added]
+    results.write("cpu_third_party.csv", [], added)
+    read = results.read("cpu_third_party.csv")
+    assert read[0]["gpu"] == "none; CPU: a CPU, 2 threads"
+    assert read[0]["command"] == "python tools/third_party_models.py --json models.json"
+    first, second = results.third_party().splitlines()[2:]
+    seconds = "1.2, 2.2, 3.2 | 4.2, 5.2, 6.2"
+    differences = "2.0e-07 (1.0e-06) | 5.0e-07 (1.0e-06)"
+    assert first == f"| keras 3 | A | 9, 8, 2 | 9, 8, 5 | {differences} | {seconds} |"
+    assert second.startswith("| | B | skipped: ImportError: no |")
