@@ -285,6 +285,9 @@ MODELS: dict[str, Callable[[], Network]] = {
     "equimo/convnext_t": lambda: equimo("convnext_t", 32),
     "equimo/mobilenetv3_small": lambda: equimo("mobilenetv3_small", 64),
     "equimo/iformer_t": lambda: equimo("iformer_t", 64, depths=[1, 1, 1, 1, 1, 1]),
+    "equimo/lowformer_backbone_b0": lambda: equimo(
+        "lowformer_backbone_b0", 64, depths=[0, 1, 1, 1, 1], attention_type="softmax"
+    ),
     "flaxdiff/Unet": lambda: flaxdiff(
         images(32), STEPS / 10, TOKENS, feature_depths=[32, 64], attention_configs=[None, None]
     ),

@@ -9,6 +9,7 @@ import pytest
 from jax import lax
 
 import jaxconv
+from jaxconv._src.fuse import fuse_affine
 
 X = jnp.asarray(np.random.default_rng(1).standard_normal((2, 4, 4, 3)), "float32")
 
@@ -49,3 +50,35 @@ def test_derivatives_of_fused_programs(function):
     for fused in (jaxconv.fuse(lambda: tangent(function)), lambda: tangent(jaxconv.fuse(function))):
         for a, b in zip(jax.jit(fused)(), jax.jit(lambda: tangent(function))(), strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
+
+
+def test_reads_grow_with_the_depth_of_a_residual_stream(monkeypatch):
+    """Every block normalises the stream and adds to it, so each value of it has several readers."""
+
+    def normalised(x, scale, bias):
+        mean = jnp.mean(x, (1, 2), keepdims=True)
+        variance = jnp.var(x, (1, 2), keepdims=True)
+        return (x - mean) * lax.rsqrt(variance + 1e-5) * scale + bias
+
+    def network(x, scale, bias, blocks):
+        for _ in range(blocks):
+            x = x + normalised(conv(normalised(x, scale, bias), 3), scale, bias)
+        return x
+
+    count = 0
+    read = fuse_affine.Reader.read
+
+    def counted(*args, **options):
+        nonlocal count
+        count += 1
+        return read(*args, **options)
+
+    monkeypatch.setattr(fuse_affine.Reader, "read", counted)
+    counts = []
+    for blocks in (4, 8):
+        count = 0
+        jax.jit(jaxconv.fuse(lambda *a, n=blocks: network(*a, n))).trace(
+            X, jnp.ones(3), jnp.ones(3)
+        )
+        counts.append(count)
+    assert 0 < counts[1] < 3 * counts[0]

@@ -115,6 +115,30 @@ def test_layers_have_the_measured_times_and_what_auto_takes(results, choices_pro
     assert made == results.parts("h200_layers.csv")[1], "python tools/results.py --layers"
 
 
+def test_what_is_said_of_models_of_other_libraries(results):
+    """Sentences of support.md."""
+    text = " ".join((DOCS / "support.md").read_text().split())
+    rows = results.read("cpu_third_party.csv")
+    tried = [row for row in rows if row["mode"]]
+    assert all(row["outcome"] == "right" for row in tried)
+    assert f"On a CPU {len({row['model'] for row in tried})} models ran" in text
+    assert len(rows) - len(tried) == 2 and "Two could not be tried" in text
+
+    def ratios(mode: str) -> list[str]:
+        seconds = {
+            side: sum(
+                float(r["compile_s"]) for r in tried if (r["mode"], r["side"]) == (mode, side)
+            )
+            for side in results.SIDES
+        }
+        return [f"{seconds[side] / seconds['lax']:.2f}" for side in results.SIDES[1:]]
+
+    said = (
+        "gradients take {} times lax's time under `override` and {} under `fuse`, outputs {} and {}"
+    )
+    assert said.format(*ratios("gradient"), *ratios("infer")) in text
+
+
 ENVIRONMENT = {"device": "NVIDIA H200", "driver": "580.1", "jax": "0.11.2", "commit": "abc"}
 
 

@@ -285,18 +285,19 @@ class Reader:
     def read(self, value: Var, root: bool = True, depth: int = 0) -> Affine:
         """A value as an affine function; at worst, of the value itself as an array."""
         position = self.graph.index(value)
-        found = None
-        if position is not None and depth <= _DEEPEST and (root or not self._stops(value)):
-            found = self._made(self.graph.eqns[position], depth)
-        if found is not None and not root and self._computed_once(position, value):
-            found = None
-        if found is None or position is None:
+        if position is None or depth > _DEEPEST:
+            return self.array(value)
+        # Asked before the value's operands are read: reading a residual stream of several readers
+        # block by block would double the work with every block.
+        if not root and (self._stops(value) or self._computed_once(position, value)):
+            return self.array(value)
+        found = self._made(self.graph.eqns[position], depth)
+        if found is None:
             return self.array(value)
         return dataclasses.replace(found, inside=found.inside | {position})
 
-    def _computed_once(self, position: int | None, value: Var) -> bool:
+    def _computed_once(self, position: int, value: Var) -> bool:
         """Whether a value, such as an activation's operand, is computed for several readers."""
-        assert position is not None
         eqn = self.graph.eqns[position]
         moves = eqn.primitive.name in (*IDENTITIES, "convert_element_type") or reshapes(eqn)
         return not moves and len(self.graph.uses(value)) > 1
@@ -346,12 +347,19 @@ class Reader:
         self, name: str, left: Any, right: Any, shape: tuple[int, ...], depth: int
     ) -> Affine | None:
         """A product or quotient with a coefficient, a sum or difference."""
+        values: dict[Var, Affine | None] = {}
+
+        def value_of(own: Var) -> Affine | None:
+            if own not in values:
+                values[own] = self._operand(own, depth)
+            return values[own]
+
         for own, other, turned in ((left, right, False), (right, left, True)):
             if not isinstance(own, Var) or (name == "div" and turned):
                 continue
             if type_of(own).shape != shape or _spreads(self.graph, own):
                 continue
-            value = self._operand(own, depth)
+            value = value_of(own)
             if value is None:
                 continue
             by = coefficient(self.graph, other, value.axes, self.counts(value.axes))
@@ -373,7 +381,7 @@ class Reader:
             return None
         if type_of(left).shape != type_of(right).shape:
             return None
-        first, second = self._operand(left, depth), self._operand(right, depth)
+        first, second = value_of(left), value_of(right)
         if first is None or second is None:
             return None
         if first.axes != second.axes:
