@@ -27,24 +27,8 @@ struct Instance {
   uint32_t traits;
   int64_t tile_m, tile_n;
   int64_t stationary_k_blocks = 0;  // of the filter, in shared memory, loaded once by each CTA
-  bool dynamic = false;             // tiles may be scheduled dynamically
   double throughput = 1;            // as a share of wgmma's
 
-  constexpr Instance With(Trait trait) const {
-    Instance line = *this;
-    line.traits |= trait;
-    return line;
-  }
-  constexpr Instance Keeping(int64_t k_blocks) const {
-    Instance line = *this;
-    line.stationary_k_blocks = k_blocks;
-    return line;
-  }
-  constexpr Instance Dynamic() const {
-    Instance line = *this;
-    line.dynamic = true;
-    return line;
-  }
   constexpr Instance Reaching(double share = 1) const {
     Instance line = *this;
     line.throughput = share;

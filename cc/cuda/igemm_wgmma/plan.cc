@@ -48,39 +48,40 @@ constexpr Instance CooperativeLine(int64_t consumers, int64_t blocks, int64_t co
   return {0, consumers * blocks * kBlockRows, columns + second_columns};
 }
 constexpr Instance PingpongLine(int64_t blocks, int64_t columns, int64_t /*stages*/,
-                                int64_t /*staging*/ = 0) {
+                                int64_t /*staging*/) {
   return {kPingpong, blocks * kBlockRows, columns};
 }
-constexpr Instance PingpongC48Line(int64_t blocks, int64_t columns, int64_t stages,
-                                   int64_t staging) {
-  return PingpongLine(blocks, columns, stages, staging).With(kC48);
+constexpr Instance PingpongC48Line(int64_t blocks, int64_t columns, int64_t /*stages*/,
+                                   int64_t /*staging*/) {
+  return {kPingpong | kC48, blocks * kBlockRows, columns};
 }
-constexpr Instance PatchesLine(int64_t blocks, int64_t columns, int64_t stages, int64_t staging) {
-  return PingpongLine(blocks, columns, stages, staging).With(kPatches);
+constexpr Instance PatchesLine(int64_t blocks, int64_t columns, int64_t /*stages*/,
+                               int64_t /*staging*/) {
+  return {kPingpong | kPatches, blocks * kBlockRows, columns};
 }
-constexpr Instance FilterRowLine(int64_t blocks, int64_t columns, int64_t stages,
+constexpr Instance FilterRowLine(int64_t blocks, int64_t columns, int64_t /*stages*/,
                                  int64_t /*slots*/) {
-  return PingpongLine(blocks, columns, stages).With(kFilterRow);
+  return {kPingpong | kFilterRow, blocks * kBlockRows, columns};
 }
-constexpr Instance WeightStationaryLine(int64_t blocks, int64_t columns, int64_t stages,
+constexpr Instance WeightStationaryLine(int64_t blocks, int64_t columns, int64_t /*stages*/,
                                         int64_t kept) {
-  return PingpongLine(blocks, columns, stages).With(kFilterRow).Keeping(kept);
+  return {kPingpong | kFilterRow, blocks * kBlockRows, columns, kept};
 }
-constexpr Instance PointwiseLine(int64_t blocks, int64_t columns, int64_t stages, int64_t kept,
+constexpr Instance PointwiseLine(int64_t blocks, int64_t columns, int64_t /*stages*/, int64_t kept,
                                  bool /*whole_rows*/) {
-  return PingpongLine(blocks, columns, stages).With(kPointwise).Keeping(kept).Dynamic();
+  return {kPingpong | kPointwise, blocks * kBlockRows, columns, kept};
 }
 constexpr Instance SwapAbLine(int64_t pixels, int64_t /*stages*/) {
   return {kPingpong | kSwapAb, pixels, kSwapAbChannels};
 }
-constexpr Instance SwapAbFilterRowLine(int64_t pixels, int64_t stages, int64_t /*slots*/) {
-  return SwapAbLine(pixels, stages).With(kFilterRow);
+constexpr Instance SwapAbFilterRowLine(int64_t pixels, int64_t /*stages*/, int64_t /*slots*/) {
+  return {kPingpong | kSwapAb | kFilterRow, pixels, kSwapAbChannels};
 }
-constexpr Instance SwapAbWeightStationaryLine(int64_t pixels, int64_t stages, int64_t kept) {
-  return SwapAbLine(pixels, stages).With(kFilterRow).Keeping(kept);
+constexpr Instance SwapAbWeightStationaryLine(int64_t pixels, int64_t /*stages*/, int64_t kept) {
+  return {kPingpong | kSwapAb | kFilterRow, pixels, kSwapAbChannels, kept};
 }
-constexpr Instance PointwiseSwapAbLine(int64_t pixels, int64_t stages, int64_t kept) {
-  return SwapAbLine(pixels, stages).With(kPointwise).Keeping(kept).Dynamic();
+constexpr Instance PointwiseSwapAbLine(int64_t pixels, int64_t /*stages*/, int64_t kept) {
+  return {kPingpong | kSwapAb | kPointwise, pixels, kSwapAbChannels, kept};
 }
 constexpr Instance ClusterLine(int64_t columns, int64_t /*stages*/) {
   return {kCluster, kBlockRows, columns};
@@ -92,8 +93,8 @@ constexpr Instance WgradCooperativeLine(int64_t consumers, int64_t blocks, int64
                                         int64_t second_columns, int64_t stages) {
   return CooperativeLine(consumers, blocks, columns, second_columns, stages);
 }
-constexpr Instance WgradPingpongLine(int64_t blocks, int64_t columns, int64_t stages) {
-  return PingpongLine(blocks, columns, stages);
+constexpr Instance WgradPingpongLine(int64_t blocks, int64_t columns, int64_t /*stages*/) {
+  return {kPingpong, blocks * kBlockRows, columns};
 }
 constexpr Instance WgradFilterRowLine(int64_t /*stages*/) {
   return {kFilterRow, kWgradRowTaps * kBlockRows, 64};
@@ -134,7 +135,7 @@ int64_t PartialBytes(const Instance& instance, const Geometry& geometry, int64_t
 // Whether tiles are scheduled dynamically. SMs progress at different speeds; dynamic scheduling
 // makes them end together, at the price of a launch that resets the counters.
 bool Dynamic(const Instance& instance, const ConvProblem& problem) {
-  if (!instance.dynamic) return false;
+  if (!instance.Is(kPointwise)) return false;
   // A stride skips pixels of x.
   const int64_t pixels = problem.batch * problem.n * problem.out_pixels();
   const int64_t bytes =
