@@ -22,7 +22,7 @@ import pathlib
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 os.environ["KERAS_BACKEND"] = "jax"  # Keras reads it when it is imported
@@ -257,6 +257,26 @@ HEADER = (
 )
 
 
+def report(
+    facts: dict[str, Any],
+    header: str,
+    line: Callable[[Any], str],
+    groups: Iterable[Sequence[Any]],
+    path: str | None,
+    command: Sequence[str],
+) -> list[Any]:
+    """Prints rows group by group, and writes all so far to ``path``; returns them."""
+    print("\n".join(f"{name}: {value}" for name, value in facts.items()) + "\n\n" + header)
+    rows: list[Any] = []
+    for group in groups:
+        print("\n".join(map(line, group)), flush=True)
+        rows += group
+        if path:
+            content = {"environment": facts, "rows": [dataclasses.asdict(r) for r in rows]}
+            options.write_json(path, content | {"command": list(command)})
+    return rows
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
@@ -281,10 +301,14 @@ def main(argv: Sequence[str]) -> int:
     except ImportError as error:
         print(f"{error}; the networks need: pip install keras namex optree")
         return 1
-    facts = environment.describe() | {"keras": keras.__version__}
-    print("\n".join(f"{name}: {value}" for name, value in facts.items()) + "\n\n" + HEADER)
     keras.mixed_precision.set_dtype_policy(POLICIES[chosen.dtype])
-    rows: list[Row] = []
+    facts = environment.describe() | {"keras": keras.__version__}
+    rows = report(facts, HEADER, line, measured_all(chosen), chosen.json, argv)
+    return int(any(row.failure for row in rows))
+
+
+def measured_all(chosen) -> Iterator[list[Row]]:
+    """The rows of every network and mode that the command line asks for."""
     for name in chosen.network or NETWORKS:
         usual = NETWORKS[name]
         batch, extent = chosen.batch or usual.batch, chosen.size or usual.extent
@@ -294,15 +318,8 @@ def main(argv: Sequence[str]) -> int:
         x = x.astype(DTYPES[chosen.dtype])
         rest = x, jax.random.randint(labels, (batch,), 0, CLASSES)
         for mode, step in steps_of(model).items():
-            if mode not in chosen.mode:
-                continue
-            found = measured(name, mode, step, state, rest, chosen)
-            print("\n".join(map(line, found)), flush=True)
-            rows += found
-            if chosen.json:
-                content = {"environment": facts, "rows": [dataclasses.asdict(r) for r in rows]}
-                options.write_json(chosen.json, content | {"command": list(argv)})
-    return int(any(row.failure for row in rows))
+            if mode in chosen.mode:
+                yield measured(name, mode, step, state, rest, chosen)
 
 
 if __name__ == "__main__":

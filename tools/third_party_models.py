@@ -42,9 +42,9 @@ import jax
 import jax.numpy as jnp
 import keras_networks
 import numpy as np
-from keras_networks import SIDES, compiled, explained, failure
+from keras_networks import SIDES, compiled, explained, failure, report
 
-from jaxconv.bench import environment, measure_network, options
+from jaxconv.bench import environment, measure_network
 
 FACTOR = 32
 LARGEST_BOUND = 0.1
@@ -407,10 +407,15 @@ def judged(name: str, mode: str, function: Callable, arguments: tuple) -> list[R
     return rows
 
 
+def distribution_of(name: str) -> str:
+    """The PyPI name of a model's library."""
+    library = name.partition("/")[0]
+    return DISTRIBUTIONS.get(library, library)
+
+
 def measured(name: str, modes: Sequence[str] = MODES) -> list[Row]:
     """A model's rows."""
-    library = name.partition("/")[0]
-    distribution = DISTRIBUTIONS.get(library, library)
+    distribution = distribution_of(name)
     version = environment.version(distribution)
     known = f"{distribution} {version or ''}".strip()
     try:
@@ -462,21 +467,12 @@ def main(argv: Sequence[str]) -> int:
     chosen = _parser().parse_args(argv)
     if chosen.list:
         for name in MODELS:
-            library = name.partition("/")[0]
-            version = environment.version(DISTRIBUTIONS.get(library, library))
+            version = environment.version(distribution_of(name))
             print(f"{name:34s} {version or 'not installed'}")
         return 0
-    facts = environment.describe()
-    print("\n".join(f"{name}: {value}" for name, value in facts.items()) + "\n\n" + HEADER)
     measure_network.warm_up()
-    rows: list[Row] = []
-    for name in chosen.model or MODELS:
-        found = measured(name, chosen.mode)
-        print("\n".join(map(line, found)), flush=True)
-        rows += found
-        if chosen.json:
-            content = {"environment": facts, "rows": [dataclasses.asdict(r) for r in rows]}
-            options.write_json(chosen.json, content | {"command": list(argv)})
+    groups = (measured(name, chosen.mode) for name in chosen.model or MODELS)
+    rows = report(environment.describe(), HEADER, line, groups, chosen.json, argv)
     return int(any(row.failed for row in rows))
 
 
