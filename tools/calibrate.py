@@ -20,14 +20,16 @@ import argparse
 import dataclasses
 import json
 import pathlib
-import subprocess
 import sys
 from collections import defaultdict
 from collections.abc import Sequence
 
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "tests" / "support"))
+
 import measured_times
 import numpy as np
 from scipy.optimize import least_squares
+from selection_program import SelectionProgram
 
 REPOSITORY = pathlib.Path(__file__).resolve().parents[1]
 
@@ -96,16 +98,12 @@ def weight(lax: float, kernels: dict[str, float]) -> float:
 
 def read(program: pathlib.Path) -> dict[Name, Rows]:
     """The measured rows with their terms, by class."""
-    times = measured_times.read(measured_times.TABLE)
-    questions = "".join(f"{TARGET}\t{key}\txla_terms\n" for key in times)
-    command = [str(program), "--select"]
-    ran = subprocess.run(command, input=questions, capture_output=True, text=True, check=True)
+    selection = SelectionProgram(program)
     found: dict[Name, list[tuple[float, ...]]] = defaultdict(list)
-    for answer, (lax, kernels) in zip(ran.stdout.splitlines(), times.values(), strict=True):
-        *name, compute, memory, passes = answer.split("\t")
+    for key, (lax, kernels) in measured_times.read(measured_times.TABLE).items():
+        name, terms = selection.xla_terms(key, TARGET)
         if name[0]:
-            row = float(compute), float(memory), float(passes), lax, weight(lax, kernels)
-            found[name[0], name[1], name[2]].append(row)
+            found[name].append((*terms, lax, weight(lax, kernels)))
     return {name: Rows(*np.array(rows).T) for name, rows in found.items()}
 
 

@@ -221,9 +221,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         platforms = ("cpu", "cuda") if args.cuda == "ON" else ("cpu",)
         wheels = [wheel.resolve() for wheel in args.wheel]
         for index, python in enumerate(args.python):
-            scratch_of_wheel = folder / f"build{index}"
-            out = args.out.resolve()
-            wheels.append(build(python, args.cuda, args.instances, out, scratch_of_wheel))
+            place = folder / f"build{index}"
+            wheels.append(build(python, args.cuda, args.instances, args.out.resolve(), place))
         for wheel in wheels:
             inspect(wheel, platforms)
             run(sys.executable, REPOSITORY / "tools" / "wheel_symbols.py", wheel)

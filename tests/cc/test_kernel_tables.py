@@ -130,16 +130,20 @@ def units(folder, instances: str) -> list[Compiled]:
     return found
 
 
-def test_cmake_compiles_every_instance_once_with_its_source(tmp_path):
-    found = units(tmp_path / "all", "ALL")
-    assert {line.macro for line in found} == {"INSTANCE", "FUSED_INSTANCE"}
+@pytest.fixture(scope="module")
+def every(tmp_path_factory) -> list[Compiled]:
+    return units(tmp_path_factory.mktemp("units") / "all", "ALL")
+
+
+def test_cmake_compiles_every_instance_once_with_its_source(every):
+    assert {line.macro for line in every} == {"INSTANCE", "FUSED_INSTANCE"}
     named = [i for i in kernel_tables.all_instances() if not i.padded]
-    compiled = sorted((line.name, line.header) for line in found)
+    compiled = sorted((line.name, line.header) for line in every)
     assert compiled == sorted((instance.name, instance.source) for instance in named)
 
 
-def test_each_form_is_compiled_for_each_operation_and_width_of_operands(tmp_path):
-    every, some = units(tmp_path / "all", "ALL"), units(tmp_path / "some", "EACH_FORM")
+def test_each_form_is_compiled_for_each_operation_and_width_of_operands(every, tmp_path):
+    some = units(tmp_path / "some", "EACH_FORM")
     compiled = [line.form_of_width for line in some if line.macro != "NOT_COMPILED"]
     assert sorted(compiled) == sorted({line.form_of_width for line in every})
     assert sorted(line.name for line in some) == sorted(line.name for line in every)

@@ -75,6 +75,12 @@ class SelectionProgram(types.ModuleType):
         kernel, reason, parts, block_rows, microseconds = self._answer(target, key, "pass")
         return kernel, reason, int(parts), int(block_rows), float(microseconds)
 
+    def xla_terms(self, key: str, target: str) -> tuple[tuple[str, ...], tuple[float, ...]]:
+        """The terms of XLA's time: class, operations and operands, which are empty strings if XLA
+        is no candidate, and the microseconds of compute, memory and passes."""
+        *name, compute, memory, passes = self._answer(target, key, "xla_terms")
+        return tuple(name), (float(compute), float(memory), float(passes))
+
     def select(self, key: str, algorithm: str, target: str) -> tuple:
         """The selected kernel and refusals, in the form of ``native.Platform.select``."""
         instance, workspace, slices, ours, xla, *reasons = self._answer(target, key, algorithm)
