@@ -247,10 +247,12 @@ __device__ __forceinline__ void AddTaps(const Params& params, int blocks, uint32
       }
       box += kUnrolled * step, filter += kUnrolled * Tag::Filter::kTapBytes;
     }
+    if constexpr (kUnrolled > 1) {  // else none is left, and the loop would be compiled for nothing
 #pragma unroll 1
-    for (; s < columns.taps; ++s) {
-      AddTap<Tag, kBlocks>(box, filter, base, sums);
-      box += step, filter += Tag::Filter::kTapBytes;
+      for (; s < columns.taps; ++s) {
+        AddTap<Tag, kBlocks>(box, filter, base, sums);
+        box += step, filter += Tag::Filter::kTapBytes;
+      }
     }
     box += row_step;
   }
