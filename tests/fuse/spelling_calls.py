@@ -17,6 +17,8 @@ import jax
 import numpy as np
 from jaxprs import equations
 
+from jaxconv.bench import hlo
+
 ORDERS = ("outside", "inside")
 
 
@@ -136,6 +138,27 @@ def lowered_calls(spelling: Any, order: str, fuse: Callable, of_target: str) -> 
         stage = jax.jit(gradient(spelling, order, fuse)).trace(*spelling.values())
         text = stage.lower(lowering_platforms=("cuda",)).as_text()
     return collections.Counter(re.findall(r"custom_call @(jaxconv_\w+)", text))
+
+
+# Programs whose bytes are counted have so many times the examples and the extents of the others, so
+# that vectors of channels do not count beside activations.
+EXAMPLES_FACTOR, EXTENT_FACTOR = 16, 4
+
+
+def moved_bytes(spelling: Any, order: str, fuse: Callable) -> int:
+    """Bytes that the kernels of a spelling's gradient move, by XLA's optimised program.
+
+    Compiles the program for JAX's default device, with larger images than ``values`` has.
+    """
+    parameters, x = jax.tree.map(jax.typeof, spelling.values())
+    positions = [a for a in range(1, 4) if a != spelling.channel_axis]
+    extents = list(x.shape)
+    extents[0] *= EXAMPLES_FACTOR
+    for axis in positions:
+        extents[axis] *= EXTENT_FACTOR
+    larger = x.update(shape=tuple(extents))
+    program = jax.jit(gradient(spelling, order, fuse)).lower(parameters, larger).compile()
+    return sum(kernel.bytes for kernel in hlo.kernels(hlo.parse(program.as_text())))
 
 
 def difference(found: Calls[str], expected: Calls[str]) -> str:

@@ -7,6 +7,7 @@ one meaning. ``canonical`` gives one spelling of every meaning.
     python tests/fuse/spellings.py --table                      the calls that fuse makes of each
     python tests/fuse/spellings.py --table --only einsum --target sm_90a
     python tests/fuse/spellings.py --table --random 20 --seed 3
+    python tests/fuse/spellings.py --bytes --jobs 16            the bytes that this GPU moves
 
 ``SPELLINGS`` has every value of every part of a batch norm (``spelling_norms``), the norms of
 libraries, every activation and every shortcut (``spelling_layers``); ``GROUPED`` has group norm,
@@ -16,9 +17,11 @@ instance norm, and squeeze and excitation (``spelling_groups``); ``drawn`` combi
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
 import dataclasses
 import functools
 import importlib.util
+import itertools
 import pathlib
 import sys
 from collections.abc import Iterator
@@ -32,7 +35,7 @@ import numpy as np
 import spelling_norms
 from fuzz_problems import Draw
 from jax import lax
-from spelling_calls import ORDERS, Calls, Found, complaint, found, names
+from spelling_calls import ORDERS, Calls, Found, complaint, found, moved_bytes, names
 from spelling_groups import GROUP_NORMS, SQUEEZES
 from spelling_layers import ACTIVATIONS, KEPT, KERNELS, SHORTCUTS, Layer
 from spelling_norms import (
@@ -58,6 +61,8 @@ DTYPES = ("bfloat16", "float32", "float16")
 N, EXTENT, INPUT, CHANNELS, SQUEEZED, CLASSES = 4, 8, 64, 16, 8, 10
 
 USUAL = Parts()
+
+TOLERANCE = 0.03  # by which the bytes of two spellings may differ
 
 
 class Meaning(NamedTuple):
@@ -480,10 +485,52 @@ def table(chosen: list[Spelling], of_target: str, forms: bool) -> int:
     return differ
 
 
+def bytes_table(chosen: list[Spelling], jobs: int) -> int:
+    """Prints the bytes that each spelling's gradient moves on this GPU over its canonical one's.
+
+    Args:
+        chosen: the spellings.
+        jobs: the number of programs that are compiled at a time.
+
+    Returns:
+        The number of spellings whose program moves more than TOLERANCE too much or fails.
+    """
+    import jaxconv
+
+    chosen = [spelling for spelling in chosen if not spelling.missing]
+    models = {canonical(spelling.meaning) for spelling in chosen}
+    programs = [(s, order) for s in dict.fromkeys([*chosen, *models]) for order in ORDERS]
+
+    def moved(program: tuple[Spelling, str]) -> int | str:
+        # A spelling that fails is a row of the table, whatever it raises.
+        try:
+            return moved_bytes(*program, jaxconv.fuse)
+        except Exception as error:
+            return f"{type(error).__name__}: {str(error).splitlines()[0]}"
+
+    with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
+        of = dict(zip(programs, pool.map(moved, programs), strict=True))
+    above, ratios = 0, []
+    for spelling, order in itertools.product(chosen, ORDERS):
+        here, model = of[spelling, order], of[canonical(spelling.meaning), order]
+        if isinstance(here, str) or isinstance(model, str):
+            said, bad = here if isinstance(here, str) else f"canonical: {model}", True
+        else:
+            ratios.append(here / model)
+            said, bad = f"{here / 1e6:.1f} MB, {here / model:.3f}", here > (1 + TOLERANCE) * model
+        above += bad
+        print(f"  {'!' if bad else '='}  {spelling.name}, {order}: {said}")
+    print(f"\n{len(chosen)} spellings, {above} programs of {len(programs)} move more bytes", end="")
+    print(f"; ratios from {min(ratios):.3f} to {max(ratios):.3f}" if ratios else "")
+    return above
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--table", action="store_true", help="print what fuse makes of every spelling")
+    add("--bytes", action="store_true", help="print the bytes that their programs move on a GPU")
+    add("--jobs", type=int, default=4, help="programs of --bytes that are compiled at a time")
     add("--only", default="", help="of spellings whose name has this in it")
     add("--dtype", choices=DTYPES, help="all of them in one type")
     add("--forms", action="store_true", help="compare static halves too, not names alone")
@@ -500,6 +547,8 @@ def main() -> int:
     if options.dtype:
         chosen = [dataclasses.replace(spelling, dtype=options.dtype) for spelling in chosen]
     chosen = [s for s in dict.fromkeys(chosen) if options.only in s.name]
+    if options.bytes:
+        return int(bool(bytes_table(chosen, options.jobs)))
     if not options.table:
         for spelling in chosen:
             print(spelling.name, "=", spelling.meaning)

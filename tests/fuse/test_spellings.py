@@ -171,6 +171,19 @@ def test_custom_calls_of_a_program_for_gpus(traced, order):
     assert not spelling_calls.difference(actual, expected)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("order", ORDERS)
+def test_a_compiled_program_moves_the_canonical_bytes(traced, order):
+    """In the program that XLA makes for this GPU, our calls and XLA's own kernels included."""
+    spelling = spelled(traced)
+    model = canonical(spelling.meaning)
+    with jax.default_device(jax.devices("gpu")[0]):
+        actual, expected = (
+            spelling_calls.moved_bytes(each, order, jaxconv.fuse) for each in (spelling, model)
+        )
+    assert actual <= (1 + spellings.TOLERANCE) * expected
+
+
 # --- results ---
 
 
