@@ -11,7 +11,7 @@ from jaxconv._src.call import selection
 from jaxconv._src.conv import fused
 from jaxconv._src.int8 import int8_primitive
 from jaxconv._src.library import custom_call, native, retired
-from jaxconv._src.passes import masked_sums, max_pooling, moments, normalise_add
+from jaxconv._src.passes import activated_sums, masked_sums, max_pooling, moments, normalise_add
 from jaxconv._src.problem.spec import Op
 
 
@@ -29,6 +29,7 @@ def disabled_checks() -> list[jax.export.DisabledSafetyCheck]:
         *(custom_call.call_target(op) for op in Op),
         fused.TARGET,
         int8_primitive.TARGET,
+        activated_sums.TARGET,
         masked_sums.TARGET,
         max_pooling.TARGET,
         max_pooling.GRADIENT_TARGET,

@@ -8,6 +8,8 @@
 #include <limits>
 #include <utility>
 
+#include "core/activation_names.h"
+
 namespace jaxconv {
 namespace {
 
@@ -18,9 +20,6 @@ constexpr const char* kFilterLayoutNames[] = {"rsck",      "krsc",      "packed"
                                               "winograd4", "winograd6", "winograd4x3"};
 constexpr const char* kActivationLayoutNames[] = {"nhwc", "nchw32"};
 constexpr const char* kScaleNames[] = {"", "scale", "image_scale"};
-constexpr const char* kActivationNames[] = {"",     "relu",      "relu6", "leaky_relu",
-                                            "gelu", "gelu_tanh", "silu",  "sigmoid",
-                                            "tanh", "hard_swish"};
 
 // A channel block of nchw32.
 constexpr int64_t ChannelBlock(int64_t channels) { return channels == 4 ? 4 : 32; }

@@ -124,6 +124,14 @@ struct MomentsArrays : Arrays {
   Array moments = Result("moments");
 };
 
+// cuda/normalisation/activated_sums.h: vectors as in masked_sums.
+struct ActivatedSumsArrays : Arrays {
+  using Arrays::Arrays;
+  Array y = Operand("y");
+  Array mean = Operand("mean"), scale = Operand("scale"), offset = Operand("offset");
+  Array sums = Result("sums");
+};
+
 // cuda/pooling/max_pool.h: x, maxima and operands of one type, the channels innermost, places of 8
 // bits, vectors of float32.
 struct MaxPoolArrays : Arrays {

@@ -70,6 +70,7 @@ std::vector<CallArrays> AllCalls() {
           Named<NormaliseAddArrays>("jaxconv_normalise_add"),
           Named<MaskedSumsArrays>("jaxconv_masked_sums"),
           Named<MomentsArrays>("jaxconv_moments"),
+          Named<ActivatedSumsArrays>("jaxconv_activated_sums"),
           Named<MaxPoolArrays>("jaxconv_max_pool"),
           Named<MaxPoolGradientArrays>("jaxconv_max_pool_gradient")};
 }

@@ -6,9 +6,11 @@
 #include <string_view>
 #include <type_traits>
 
+#include "core/activation_names.h"
 #include "cuda/common/query_gpu.h"
 #include "cuda/devices.h"
 #include "cuda/launch_table.h"
+#include "cuda/normalisation/activated_sums.h"
 #include "cuda/normalisation/masked_sums.h"
 #include "cuda/normalisation/moments.h"
 #include "cuda/normalisation/normalise_add.h"
@@ -177,6 +179,29 @@ Status RunMoments(const CudaContext& context, const MomentsArrays& arrays,
                        context.stream);
 }
 
+Status RunActivatedSums(const CudaContext& context, const ActivatedSumsArrays& arrays,
+                        const Attributes& attributes) {
+  RowsOfChannels rows;
+  ActivatedSums sums = {};
+  std::string_view activation;
+  JAXCONV_RETURN_IF_ERROR(ReadRows(arrays.y, attributes, &rows));
+  for (const Array& vector : {arrays.mean, arrays.scale, arrays.offset}) {
+    JAXCONV_RETURN_IF_ERROR(
+        CheckEach({{rows.NumbersOf(vector.dimensions()), vector.present(), {vector}}}));
+  }
+  JAXCONV_RETURN_IF_ERROR(
+      CheckEach({{rows.PartsOf(arrays.sums.dimensions(), 1, &sums.parts), true, {arrays.sums}}}));
+  JAXCONV_RETURN_IF_ERROR(attributes.Get("activation", &activation, "slope", &sums.slope));
+  if (!ParseActivation(activation, &sums.activation)) {
+    return Mismatch("activation", "'" + std::string(activation) + "' is none");
+  }
+  sums.segments = rows.segments, sums.rows = rows.rows, sums.channels = rows.channels;
+  sums.y = arrays.y.data(), sums.sums = arrays.sums.data<float>();
+  sums.mean = Numbers(arrays.mean), sums.scale = Numbers(arrays.scale);
+  sums.offset = Numbers(arrays.offset);
+  return LaunchActivatedSums(rows.whole.dtype, sums, context.stream);
+}
+
 // Reads the windows from a pooled array, an array of windows, and the attributes: sizes, strides
 // and leading padding along one to three spatial axes.
 Status ReadPooled(const Array& x, const Array& y, const Attributes& attributes, Pooled* pooled) {
@@ -270,6 +295,7 @@ std::vector<std::pair<std::string, void*>> Handlers() {
           {"jaxconv_int8", kHandler<Fused<Int8Arrays>>},
           {"jaxconv_masked_sums", kHandler<RunMaskedSums>},
           {"jaxconv_moments", kHandler<RunMoments>},
+          {"jaxconv_activated_sums", kHandler<RunActivatedSums>},
           {"jaxconv_normalise_add", kHandler<RunNormaliseAdd>},
           {"jaxconv_max_pool", kHandler<RunMaxPool>},
           {"jaxconv_max_pool_gradient", kHandler<RunMaxPoolGradient>}};

@@ -29,7 +29,8 @@ inline void RunMoments(const MomentsCase& c, PassTest& test) {
   test.Launched(LaunchMoments(
       c.dtype, {c.segments, c.rows, c.channels, c.parts, of_y.data(), moments.as<float>()},
       nullptr));
-  const int64_t block = normalisation::RowsOfMoments(c.dtype) * ChannelThreads(c.channels).steps;
+  const int64_t block =
+      normalisation::RowsOfThread("moments", c.dtype) * ChannelThreads(c.channels).steps;
   const int64_t blocks = (c.rows + block - 1) / block;
   auto defined = [&] {
     std::vector<double> expected(c.segments * c.parts * 2 * c.channels);

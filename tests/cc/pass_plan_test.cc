@@ -106,7 +106,7 @@ void TestCuts() {
         Expect(CheckCut(segments, rows, channels, parts).ok(), "a cut that is taken");
         // No part of moments is empty.
         const int64_t block =
-            normalisation::RowsOfMoments(DType::kBF16) * int64_t{ChannelThreads(channels).steps};
+            normalisation::RowsOfThread("moments", DType::kBF16) * int64_t{ChannelThreads(channels).steps};
         Expect(parts == 1 || parts * block <= rows, "rows in every part");
       }
     }
@@ -121,6 +121,8 @@ void TestRefusals() {
   };
   reason("moments s8 r64 c64", "expected float32, float16 or bfloat16, got s8");
   reason("moments bf16 r64 c60", "expected a multiple of 8 channels, got 60");
+  reason("activated_sums bf16 r64 c64 activation:softsign", "activation 'softsign'");
+  reason("activated_sums bf16 r64 c64", "activation ''");
   reason("masked_sums bf16 r64 c64 g3 y1", "expected one or two gradients and arrays, got 3");
   reason("masked_sums bf16 r64 c64 g1 y2 affine activation:silu", "got 1 and 2");
   reason("masked_sums bf16 r64 c64 g1 y1 affine activation:softsign", "derivative of 'softsign'");

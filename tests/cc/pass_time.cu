@@ -15,7 +15,9 @@
 #include <string>
 #include <vector>
 
+#include "core/activation_names.h"
 #include "cuda/common/query_gpu.h"
+#include "cuda/normalisation/activated_sums.h"
 #include "cuda/normalisation/masked_sums.h"
 #include "cuda/normalisation/moments.h"
 #include "cuda/normalisation/normalise_add.h"
@@ -93,6 +95,19 @@ LaunchOnStream MomentsOf(const PassKey& key, const PassPlan& plan, Arrays* array
   return [=](void* stream) { return LaunchMoments(dtype, p, stream); };
 }
 
+LaunchOnStream ActivatedOf(const PassKey& key, const PassPlan& plan, Arrays* arrays) {
+  ActivatedSums p = {};
+  p.segments = key.Number('s', 1), p.rows = key.Number('r', 1), p.channels = key.Number('c', 8);
+  p.parts = plan.parts;
+  const DType dtype = key.dtype();
+  p.y = arrays->Of(p.segments * p.rows * p.channels, dtype);
+  p.mean = {arrays->Numbers(p.channels), 0}, p.scale = {arrays->Numbers(p.channels), 0};
+  p.offset = {arrays->Numbers(p.channels), 0};
+  ParseActivation(key.Behind("activation:"), &p.activation);
+  p.sums = static_cast<float*>(arrays->Of(p.segments * p.parts * p.channels, DType::kF32));
+  return [=](void* stream) { return LaunchActivatedSums(dtype, p, stream); };
+}
+
 LaunchOnStream AddOf(const PassKey& key, const Gpu& gpu, Arrays* arrays) {
   NormaliseAdd p = {};
   p.rows = key.Number('r', 1), p.channels = key.Number('c', 8), p.ctas = 2 * gpu.sm_count;
@@ -147,6 +162,7 @@ LaunchOnStream PoolOf(const PassKey& key, const Gpu& gpu, Arrays* arrays) {
 
 LaunchOnStream LaunchOf(const PassKey& key, const PassPlan& plan, const Gpu& gpu, Arrays* arrays) {
   if (key.pass() == "masked_sums") return SumsOf(key, plan, arrays);
+  if (key.pass() == "activated_sums") return ActivatedOf(key, plan, arrays);
   if (key.pass() == "moments") return MomentsOf(key, plan, arrays);
   if (key.pass() == "normalise_add") return AddOf(key, gpu, arrays);
   return PoolOf(key, gpu, arrays);

@@ -23,18 +23,19 @@ from __future__ import annotations
 import collections
 import contextlib
 import functools
-import os
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import spelling_calls
 from jaxprs import equations
 from program_draw import EXTREME, KINKS, Program, apply, arrays
 from program_transforms import transformed
 
 import jaxconv
+from jaxconv._src.fuse import fuse_means
 
 # The largest ratio of our error to lax's, for the maximum over an array and for norms.
 RATIO = 4.0
@@ -63,16 +64,14 @@ _DERIVATIVES = ("grad", "vjp", "jvp", "linearize", "hvp")
 
 
 @contextlib.contextmanager
-def _target(name: str):
-    before = os.environ.get("JAXCONV_TARGET")
-    if name:
-        os.environ["JAXCONV_TARGET"] = name
+def _target(name: str) -> Iterator[None]:
+    """Lowers for an architecture, and takes means of arrays of any size by calls."""
+    least, fuse_means.LEAST_BYTES = fuse_means.LEAST_BYTES, 0
     try:
-        yield
+        with spelling_calls.target(name):
+            yield
     finally:
-        os.environ.pop("JAXCONV_TARGET", None)
-        if before is not None:
-            os.environ["JAXCONV_TARGET"] = before
+        fuse_means.LEAST_BYTES = least
 
 
 def _of(program: Program, dtype: str, parameters, x) -> tuple[Callable, Any, Any]:

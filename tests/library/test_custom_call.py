@@ -22,6 +22,7 @@ CALLS = {
         "gradient gradient2 result bits y y2 mean mean2 scale offset -> masked sums"
     ),
     "jaxconv_moments": "y -> moments",
+    "jaxconv_activated_sums": "y mean scale offset -> sums",
     "jaxconv_max_pool": "x mean scale offset -> maxima places operands",
     "jaxconv_max_pool_gradient": "dy dy2 places y scale y_scale offset -> dx",
 }

@@ -24,10 +24,12 @@ from sharding_tools import AXES, GRID, collectives, grid
 from training_programs import assert_close, batch_norm
 
 import jaxconv
+from jaxconv._src.fuse.fuse_activations import Written
 from jaxconv._src.library import native
-from jaxconv._src.passes import masked_sums, max_pooling, moments, normalise_add
+from jaxconv._src.passes import activated_sums, masked_sums, max_pooling, moments, normalise_add
 from jaxconv._src.passes.masked_sums import Sums
 from jaxconv._src.passes.max_pooling import Pooling, Windows
+from jaxconv._src.passes.normalise import Form
 from jaxconv._src.passes.normalise_add import BlockEnd
 from jaxconv._src.sharding import partition
 from jaxconv._src.sharding.device_layout import Arrangement
@@ -64,6 +66,14 @@ def of_moments(segments: int) -> Case:
     return Case(functools.partial(moments.moments, segments=segments), "y", segments)
 
 
+def of_activated(segments: int, operands: str) -> Case:
+    vectors = ("mean", "scale", "offset")
+    silu = Written(jax.nn.silu, jax.core.ShapedArray(SHAPE, jnp.bfloat16), "silu")
+    form = Form((vectors,), False, silu, np.dtype(jnp.bfloat16))
+    function = functools.partial(activated_sums.activated_sums, form=form, segments=segments)
+    return Case(function, operands, segments)
+
+
 def of_pooling(kinds: str, **options) -> Case:
     form = Pooling(WINDOWS, len(kinds) > 1, **options)
     return Case(functools.partial(max_pooling.max_pool, form=form), kinds, windows=True)
@@ -87,6 +97,8 @@ CASES = {
     "moments": of_moments(1),
     "moments of examples": of_moments(8),
     "moments of pairs": of_moments(4),
+    "sums of silu": of_activated(1, "yyccc"),
+    "sums of silu, of examples": of_activated(8, "yynnn"),
     "block's end": Case(
         functools.partial(normalise_add.normalise_add, form=BlockEnd(1, None)), "yyccc"
     ),

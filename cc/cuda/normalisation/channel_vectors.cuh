@@ -77,6 +77,19 @@ __device__ __forceinline__ void LoadFloats(const float* from, float (&values)[kC
   for (int i = 0; i < kChannelsOfThread; ++i) values[i] = __ldg(from + i);
 }
 
+__device__ __forceinline__ void LoadOfSegment(const ChannelNumbers& vector, int segment,
+                                              int64_t channel, float (&values)[kChannelsOfThread]) {
+  LoadFloats(vector.numbers + segment * vector.stride + channel, values);
+}
+// The same of a vector that may be absent.
+__device__ __forceinline__ void LoadOfSegment(const ChannelNumbers& vector, int segment,
+                                              int64_t channel, float absent,
+                                              float (&values)[kChannelsOfThread]) {
+  if (vector.numbers != nullptr) return LoadOfSegment(vector, segment, channel, values);
+#pragma unroll
+  for (int i = 0; i < kChannelsOfThread; ++i) values[i] = absent;
+}
+
 // Sums of a CTA's threads, `lanes` vectors of channels in each of `steps` rows, by channel.
 template <int kSums>
 struct ChannelSums {

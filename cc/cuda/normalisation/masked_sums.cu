@@ -22,11 +22,6 @@ struct SumForm {
   static constexpr int kGradients = kGradientsArg, kArrays = kArraysArg;
 };
 
-__device__ __forceinline__ void LoadOfSegment(const ChannelNumbers& vector, int segment,
-                                              int64_t channel, float (&values)[kVector]) {
-  LoadFloats(vector.numbers + segment * vector.stride + channel, values);
-}
-
 // blockIdx.x: a segment and a slice of up to kMaxLanes vectors of channels; blockIdx.y: the part of
 // the rows. The threads of a CTA are `steps` rows of `lanes` vectors. All CTAs of a segment advance
 // together from the ends of the arrays to the start, because the previous kernel has written the
@@ -148,6 +143,7 @@ Status LaunchSums(const MaskedSums& p, void* stream) {
                                 of.lanes, of.steps);
 }
 
+#define JAXCONV_OF_activated_sums(...)
 #define JAXCONV_OF_moments(...)
 #define JAXCONV_OF_normalise_add(...)
 #define PASS(pass, types, variant, form) JAXCONV_OF_##pass(types, variant, JAXCONV_PASS_UNPACK form)

@@ -19,17 +19,11 @@
 #include "core/conv_problem.h"
 #include "core/status.h"
 #include "cuda/normalisation/derivative.h"
+#include "cuda/normalisation/plan.h"
 
 namespace jaxconv {
 
 inline constexpr int kMaxSummedArrays = 2;
-
-// A vector of the channels. `stride`: numbers from one segment's vector to the next; 0: all
-// segments share it.
-struct ChannelNumbers {
-  const float* numbers;
-  int64_t stride;
-};
 
 struct MaskedSums {
   int64_t segments, rows, channels, parts;  // rows and parts of a segment

@@ -88,6 +88,7 @@ Status LaunchOf(const Moments& p, void* stream) {
                                  of.lanes, of.steps);
 }
 
+#define JAXCONV_OF_activated_sums(...)
 #define JAXCONV_OF_masked_sums(...)
 #define JAXCONV_OF_normalise_add(...)
 #define PASS(pass, types, variant, form) JAXCONV_OF_##pass(types, variant, JAXCONV_PASS_UNPACK form)
@@ -107,7 +108,7 @@ constexpr PassLaunch<Moments> kLaunches[] = {
 Status LaunchMoments(DType dtype, const Moments& p, void* stream) {
   JAXCONV_RETURN_IF_ERROR(CheckCut(p.segments, p.rows, p.channels, p.parts));
   JAXCONV_RETURN_IF_ERROR(CheckAligned({p.y}));
-  return LaunchOfForm(kLaunches, dtype, {normalisation::RowsOfMoments(dtype)}, p, stream);
+  return LaunchOfForm(kLaunches, dtype, {normalisation::RowsOfThread("moments", dtype)}, p, stream);
 }
 
 }  // namespace jaxconv

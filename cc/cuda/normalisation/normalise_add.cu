@@ -121,6 +121,7 @@ Status LaunchAdd(const NormaliseAdd& p, void* stream) {
   return Launch<NormaliseAndAdd<Tag>>("normalise_add", config, stream, p, of.lanes, of.steps);
 }
 
+#define JAXCONV_OF_activated_sums(...)
 #define JAXCONV_OF_masked_sums(...)
 #define JAXCONV_OF_moments(...)
 #define PASS(pass, types, variant, form) JAXCONV_OF_##pass(types, variant, JAXCONV_PASS_UNPACK form)

@@ -4,6 +4,7 @@
 #include <string>
 #include <string_view>
 
+#include "core/activation_names.h"
 #include "cuda/normalisation/derivative.h"
 
 namespace jaxconv {
@@ -82,6 +83,13 @@ Status FormOfSums(const PassKey& key, Form* found) {
   return {};
 }
 
+// Unimplemented if the kernels have no activation of this name.
+Status CheckActivation(std::string_view name) {
+  Activation activation;
+  if (ParseActivation(name, &activation) && activation != Activation::kNone) return {};
+  return Status::Unimplemented("no kernel has the activation '" + std::string(name) + "'");
+}
+
 }  // namespace
 
 const std::vector<PassKernel>& Kernels() {
@@ -94,9 +102,9 @@ const std::vector<PassKernel>& Kernels() {
   return kernels;
 }
 
-int RowsOfMoments(DType dtype) {
+int RowsOfThread(std::string_view pass, DType dtype) {
   for (const PassKernel& kernel : Kernels()) {
-    if (std::string_view(kernel.pass) == "moments" && kernel.dtype == dtype) return kernel.form[0];
+    if (kernel.pass == pass && kernel.dtype == dtype) return kernel.form[0];
   }
   return 0;
 }
@@ -111,7 +119,9 @@ Status PlanOf(const PassKey& key, const Gpu& gpu, PassPlan* plan) {
   } else if (adds) {
     form = {{static_cast<int>(key.Number('y', 1)), key.Has("bounded")}, 3, true, 14};
   } else {
-    form = {{RowsOfMoments(key.dtype())}, 1, false, 6};
+    const bool activated = key.pass() == "activated_sums";
+    if (activated) JAXCONV_RETURN_IF_ERROR(CheckActivation(key.Behind("activation:")));
+    form = {{RowsOfThread(key.pass(), key.dtype())}, 1, false, activated ? 24.0 : 6.0};
   }
   JAXCONV_RETURN_IF_ERROR(CheckCut(segments, rows, channels, 1));
   const PassKernel* const kernel = FindForm(Kernels(), key.pass(), key.dtype(), form.form);

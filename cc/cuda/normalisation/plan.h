@@ -4,6 +4,7 @@
 #define JAXCONV_CUDA_NORMALISATION_PLAN_H_
 
 #include <cstdint>
+#include <string_view>
 #include <vector>
 
 #include "core/status.h"
@@ -38,6 +39,13 @@ struct ChannelThreads {
   int64_t slices;    // of `lanes` vectors of channels
 };
 
+// A vector of the channels. `stride`: numbers from one segment's vector to the next; 0: all
+// segments share it.
+struct ChannelNumbers {
+  const float* numbers;
+  int64_t stride;
+};
+
 // The number of parts, one CTA each, into which a sum divides the rows of a segment.
 int64_t PartsOfRows(int64_t segments, int64_t rows, int64_t channels);
 
@@ -48,10 +56,11 @@ namespace normalisation {
 
 const std::vector<PassKernel>& Kernels();
 
-// Rows that a thread of `moments` loads at a time; 0 for a type that it does not accept.
-int RowsOfMoments(DType dtype);
+// Rows that a thread of `moments` or `activated_sums` loads at a time; 0 for a type that it does not
+// accept.
+int RowsOfThread(std::string_view pass, DType dtype);
 
-// Plans masked_sums, moments and normalise_add on r rows in each of s segments and c channels, with
+// Plans masked_sums, activated_sums, moments and normalise_add on r rows in each of s segments and c channels, with
 // the words: g and y, the numbers of gradients and arrays; "result", "affine" or "bits";
 // "activation:" and the name of a derivative's activation; "stores"; "bounded".
 Status PlanOf(const PassKey& key, const Gpu& gpu, PassPlan* plan);

@@ -137,8 +137,8 @@ def rewritten(eqns: Sequence[JaxprEqn], outvars: Sequence[Any]) -> list[JaxprEqn
         outvars: what the program returns.
     """
     graph = Graph(eqns, outvars)
-    axes = _axes_of_channels(graph)
-    reader = Reader(graph, lambda v: axes.get(v, _usual_axis(axes, v)), _Stops(graph))
+    axes = axes_of_channels(graph)
+    reader = Reader(graph, lambda v: axes.get(v, usual_axis(axes, v)), _Stops(graph))
     placed: dict[int, list[JaxprEqn]] = {}
     inside = _within_activations(graph)
     for position in reversed(range(len(graph.eqns))):
@@ -161,7 +161,7 @@ def with_moments(eqns: Sequence[JaxprEqn], outvars: Sequence[Any]) -> list[Jaxpr
     Those of convolutions whose calls give statistics are not among them.
     """
     graph = Graph(eqns, outvars)
-    axes = _axes_of_channels(graph)
+    axes = axes_of_channels(graph)
     placed: dict[int, list[JaxprEqn]] = {}
     arrays = dict.fromkeys(
         graph.source(a) for eqn in graph.eqns for a in eqn.invars if isinstance(a, Var)
@@ -174,7 +174,7 @@ def with_moments(eqns: Sequence[JaxprEqn], outvars: Sequence[Any]) -> list[Jaxpr
         made = graph.producer(array)
         if made is not None and made.primitive.name == "convert_element_type":
             continue  # its operand has the same moments
-        axis = axes.get(array, _usual_axis(axes, array))
+        axis = axes.get(array, usual_axis(axes, array))
         found = _moments(graph, array, axis, "examples")
         found = found or _moments(graph, array, axis, "positions")
         if not found.keys() <= placed.keys():  # not those of another array already
@@ -214,7 +214,7 @@ def _moments(
     return made
 
 
-def _axes_of_channels(graph: Graph) -> dict[Var, int]:
+def axes_of_channels(graph: Graph) -> dict[Var, int]:
     """The axis of channels of each convolution's result, with a bias too."""
     found: dict[Var, int] = {}
     for eqn in graph.eqns:
@@ -234,7 +234,7 @@ def _convolved(eqn: JaxprEqn) -> int | None:
     return fuse_convolution.channel_axis(eqn)
 
 
-def _usual_axis(axes: Mapping[Var, int], array: Var) -> int:
+def usual_axis(axes: Mapping[Var, int], array: Var) -> int:
     """The axis of channels of an array that no convolution gives: where the program has them."""
     rank = len(type_of(array).shape)
     first = any(axis < len(type_of(v).shape) - 1 for v, axis in axes.items())
@@ -308,7 +308,7 @@ def _ended(graph: Graph, reader: Reader, axes: Mapping[Var, int], value: Var) ->
         return None
     terms = sorted((_centred(graph, t) for t in affine.terms), key=_order)
     shapes = {type_of(t.array).shape for t in terms}
-    channels = {axes.get(t.array, _usual_axis(axes, t.array)) for t in terms}
+    channels = {axes.get(t.array, usual_axis(axes, t.array)) for t in terms}
     if len(shapes) > 1 or len(channels) > 1 or len(next(iter(shapes))) < 3:
         return None
     if any(not is_float(type_of(t.array).dtype) for t in terms):

@@ -27,6 +27,8 @@ from jaxconv._src.fuse import (
     fuse_convolution,
     fuse_dense,
     fuse_layers,
+    fuse_means,
+    fuse_parameters,
     fuse_pooling,
     fuse_reasons,
     fuse_statistics,
@@ -70,6 +72,7 @@ def rewritten(closed: Any, fold: bool) -> tuple[Any, list[Any]]:
     }
     extra: dict[Var, Any] = {}
     jaxpr = _fused(jaxpr, known, extra if fold else None)
+    jaxpr = jaxpr.replace(eqns=fuse_parameters.rewritten(jaxpr.eqns, jaxpr.outvars))
     return jaxpr.replace(constvars=[*jaxpr.constvars, *extra]), list(extra.values())
 
 
@@ -113,6 +116,7 @@ def _fused(
                 eqns = live(fuse_layers.with_moments(eqns, outvars), outvars)
                 eqns = live(fuse_layers.rewritten(eqns, outvars), outvars)
                 eqns = live(fuse_pooling.rewritten(eqns, outvars, fuse_layers.in_memory), outvars)
+                eqns = live(fuse_means.rewritten(eqns, outvars), outvars)
                 eqns = fuse_layers.with_readers(eqns, outvars)
                 eqns = live(fuse_dense.rewritten(eqns, outvars), outvars)
             return jaxpr.replace(eqns=eqns, outvars=outvars)

@@ -507,11 +507,21 @@ def find(graph: Graph, y: Var, axis: int, over: Over = "examples") -> list[Momen
         axis: its axis of channels.
         over: which moments are taken.
     """
+    found = _found(graph, y, axis, over)
+    return found if any(m.central or len(m.shifts) == 2 for m in found) else []
+
+
+def means(graph: Graph, y: Var, axis: int) -> list[Moment]:
+    """The sums over each example's positions of y that follow from their means alone."""
+    found = _found(graph, y, axis, "positions")
+    return [m for m in found if not m.central and len(m.shifts) == 1]
+
+
+def _found(graph: Graph, y: Var, axis: int, over: Over) -> list[Moment]:
     finder = _Finder(graph, y, axis, over)
     if 1 in (finder.counts[1], finder.size // max(finder.counts[1], 1)):
         return []
-    found = finder.found()
-    return found if any(m.central or len(m.shifts) == 2 for m in found) else []
+    return finder.found()
 
 
 def answered(graph: Graph, moment: Moment, statistics: Var, count: int) -> list[JaxprEqn]:

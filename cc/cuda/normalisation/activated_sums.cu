@@ -1,0 +1,109 @@
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "cuda/common/activation.cuh"
+#include "cuda/common/launch.cuh"
+#include "cuda/normalisation/activated_sums.h"
+#include "cuda/normalisation/channel_vectors.cuh"
+#include "cuda/normalisation/plan.h"
+
+namespace jaxconv {
+namespace {
+
+constexpr int kVector = kChannelsOfThread;
+
+template <typename T, int kUnrollArg>
+struct ActivatedForm {
+  using Element = T;
+  static constexpr int kUnroll = kUnrollArg;
+};
+
+// The grid and the threads are those of masked_sums.cu.
+template <class Tag>
+__global__ void __launch_bounds__(kPassThreads, 2)
+    SumActivated(const ActivatedSums p, int slices, int lanes, int steps) {
+  using T = typename Tag::Element;
+  constexpr int kUnroll = Tag::kUnroll;
+  __shared__ ChannelSums<1> of_threads;
+  const int segment = static_cast<int>(blockIdx.x) / slices;
+  const int slice = static_cast<int>(blockIdx.x) % slices;
+  const int lane = static_cast<int>(threadIdx.x) % lanes;
+  const int step = static_cast<int>(threadIdx.x) / lanes;
+  const int64_t channel = (int64_t{slice} * lanes + lane) * kVector;
+  float sums[1][kVector] = {};
+  if (step < steps && channel < p.channels) {
+    float mean[kVector], scale[kVector], offset[kVector];
+    LoadOfSegment(p.mean, segment, channel, 0, mean);
+    LoadOfSegment(p.scale, segment, channel, 1, scale);
+    LoadOfSegment(p.offset, segment, channel, 0, offset);
+    const int64_t first_row = segment * p.rows;
+    const int64_t stride = steps * p.channels;
+    const int64_t rows_of_block = kUnroll * steps;
+    const int64_t blocks = (p.rows + rows_of_block - 1) / rows_of_block;
+    for (int64_t block = blocks - 1 - blockIdx.y; block >= 0; block -= p.parts) {
+      const int64_t row = block * rows_of_block + step;
+      const int64_t at = (first_row + row) * p.channels + channel;
+      ChannelVector<T> y[kUnroll];
+#pragma unroll
+      for (int u = 0; u < kUnroll; ++u) {
+        if (row + u * steps < p.rows) y[u] = LoadChannels<T>(p.y, at + u * stride);
+      }
+#pragma unroll
+      for (int u = 0; u < kUnroll; ++u) {
+        if (row + u * steps >= p.rows) continue;
+        float values[kVector];
+        y[u].Unpack(values);
+#pragma unroll
+        for (int i = 0; i < kVector; ++i) values[i] = (values[i] - mean[i]) * scale[i] + offset[i];
+        ChannelVector<T>::Rounded(values).Unpack(values);
+        Activate(p.activation, p.slope, values);
+        ChannelVector<T>::Rounded(values).Unpack(values);
+#pragma unroll
+        for (int i = 0; i < kVector; ++i) sums[0][i] += values[i];
+      }
+    }
+  }
+  of_threads.Keep(sums);
+  const int columns = lanes * kVector;
+  const int64_t out_channel = int64_t{slice} * columns + threadIdx.x;
+  if (static_cast<int>(threadIdx.x) >= columns || out_channel >= p.channels) return;
+  p.sums[(segment * p.parts + blockIdx.y) * p.channels + out_channel] =
+      of_threads.Total(0, lanes, steps);
+}
+
+template <class Tag>
+Status LaunchOf(const ActivatedSums& p, void* stream) {
+  const ChannelThreads of(p.channels);
+  LaunchConfig config;
+  config.threads = kPassThreads;
+  config.grid = dim3(static_cast<unsigned>(of.slices * p.segments), static_cast<unsigned>(p.parts));
+  return Launch<SumActivated<Tag>>("activated_sums", config, stream, p, static_cast<int>(of.slices),
+                                   of.lanes, of.steps);
+}
+
+#define JAXCONV_OF_masked_sums(...)
+#define JAXCONV_OF_moments(...)
+#define JAXCONV_OF_normalise_add(...)
+#define PASS(pass, types, variant, form) JAXCONV_OF_##pass(types, variant, JAXCONV_PASS_UNPACK form)
+#define JAXCONV_OF_activated_sums(types, variant, ...) \
+  JAXCONV_PASS_TYPES_##types(JAXCONV_PASS_TAG, activated_sums, variant, ActivatedForm, __VA_ARGS__)
+#include "cuda/normalisation/kernels.def"
+#undef JAXCONV_OF_activated_sums
+
+constexpr PassLaunch<ActivatedSums> kLaunches[] = {
+#define JAXCONV_OF_activated_sums(types, variant, ...) \
+  JAXCONV_PASS_TYPES_##types(JAXCONV_PASS_ROW, activated_sums, variant, LaunchOf, __VA_ARGS__)
+#include "cuda/normalisation/kernels.def"
+};
+
+}  // namespace
+
+Status LaunchActivatedSums(DType dtype, const ActivatedSums& p, void* stream) {
+  JAXCONV_RETURN_IF_ERROR(CheckCut(p.segments, p.rows, p.channels, p.parts));
+  JAXCONV_RETURN_IF_ERROR(CheckAligned({p.y}));
+  const int rows = normalisation::RowsOfThread("activated_sums", dtype);
+  return LaunchOfForm(kLaunches, dtype, {rows}, p, stream);
+}
+
+}  // namespace jaxconv

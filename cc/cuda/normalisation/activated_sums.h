@@ -1,0 +1,36 @@
+// The sums over positions of an activation that is not stored:
+//
+//     u = (y - mean) * scale + offset, rounded to y's type
+//     sum of activation(u), rounded to y's type
+//
+// as squeeze and excitation takes them of the result of a normalisation. The array is (segments,
+// rows, channels), contiguous; absent vectors are 0, 1 and 0. The rows are divided as in
+// masked_sums.h.
+#ifndef JAXCONV_CUDA_NORMALISATION_ACTIVATED_SUMS_H_
+#define JAXCONV_CUDA_NORMALISATION_ACTIVATED_SUMS_H_
+
+#include <cstdint>
+
+#include "core/conv_problem.h"
+#include "core/epilogue.h"
+#include "core/status.h"
+#include "cuda/normalisation/plan.h"
+
+namespace jaxconv {
+
+struct ActivatedSums {
+  int64_t segments, rows, channels, parts;  // rows and parts of a segment
+  const void* y;
+  ChannelNumbers mean, scale, offset;  // each may be null
+  Activation activation;
+  float slope;
+  float* sums;  // (segments, parts, channels)
+};
+
+// Unimplemented: a type, number of channels or number of parts that the kernels do not accept; an
+// array whose address is no multiple of 16 bytes.
+Status LaunchActivatedSums(DType dtype, const ActivatedSums& sums, void* stream);
+
+}  // namespace jaxconv
+
+#endif  // JAXCONV_CUDA_NORMALISATION_ACTIVATED_SUMS_H_

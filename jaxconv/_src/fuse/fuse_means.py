@@ -1,0 +1,98 @@
+"""Computes the means over each example's positions by kernels.
+
+Squeeze and excitation takes them, and the layer before a classifier. XLA sums over leading axes at
+about half of the memory's rate. An array in memory is read by ``masked_sums``. The result of a call
+of ``normalise`` is not in memory: ``activated_sums`` reads the call's operand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import JaxprEqn, Var
+
+from jaxconv._src import compat
+from jaxconv._src.fuse import fuse_layers, fuse_statistics
+from jaxconv._src.fuse.fuse_graph import Graph, is_float, traced, type_of
+from jaxconv._src.passes import activated_sums, masked_sums, normalise
+from jaxconv._src.passes.masked_sums import Sums
+
+# The fewest bytes of an array whose sums are faster by a kernel: below, a launch takes longer than
+# the sums.
+LEAST_BYTES = 4_000_000
+
+# Sums of an array as it is.
+_PLAIN = dict(gradients=1, arrays=0, masked_by="none", stores=False, above=None, below=None)
+
+
+def rewritten(eqns: Sequence[JaxprEqn], outvars: Sequence[Any]) -> list[JaxprEqn]:
+    """A program's equations with the means of examples by calls."""
+    graph = Graph(eqns, outvars)
+    axes = fuse_layers.axes_of_channels(graph)
+    placed: dict[int, list[JaxprEqn]] = {}
+    arrays = dict.fromkeys(
+        graph.source(a) for eqn in graph.eqns for a in eqn.invars if isinstance(a, Var)
+    )
+    for array in arrays:
+        aval = type_of(array)
+        if len(getattr(aval, "shape", ())) < 3 or not is_float(aval.dtype):
+            continue
+        if aval.size * aval.dtype.itemsize < LEAST_BYTES:
+            continue
+        found = _means(graph, array, axes.get(array, fuse_layers.usual_axis(axes, array)))
+        if not found.keys() & placed.keys():
+            placed |= found
+    return graph.with_replaced(placed)
+
+
+def _means(graph: Graph, array: Var, axis: int) -> dict[int, list[JaxprEqn]]:
+    """The sums of an array by a call, and what they answer, by position; or nothing."""
+    found = fuse_statistics.means(graph, array, axis)
+    if not found:
+        return {}
+    aval = type_of(array)
+    segments, channels = aval.shape[0], aval.shape[axis]
+    last = (*aval.shape[:axis], *aval.shape[axis + 1 :], channels)
+    count = aval.size // (segments * channels)
+    made = graph.producer(array)
+    operands = [array]
+    if fuse_layers.in_memory(graph, array):
+        form = Sums(**_PLAIN, segments=segments)
+        if not masked_sums.accepts(form, last, aval.dtype):
+            return {}
+
+        def sums(array: jax.Array) -> jax.Array:
+            (found,) = masked_sums.masked_sums(jnp.moveaxis(array, axis, -1), form=form)
+            return found
+
+    elif made is not None and made.primitive is normalise.normalise_p:
+        of_call = made.params["form"]
+        if not activated_sums.accepts(of_call, aval.shape, aval.dtype, segments):
+            return {}
+        operands += made.invars
+
+        def sums(*operands: jax.Array) -> jax.Array:
+            return activated_sums.activated_sums(*operands, form=of_call, segments=segments)
+
+    else:
+        return {}
+
+    def call(*operands: jax.Array) -> list[jax.Array]:
+        mean = sums(*operands).reshape(segments, channels) / count
+        return [jnp.stack([mean, jnp.zeros_like(mean)], 1)]  # as of moments, without squares
+
+    positions = [graph.index(m.out) for m in found]
+    first = min(p for p in positions if p is not None)
+    try:
+        statistics = compat.variable(jax.make_jaxpr(call)(*map(type_of, operands)).out_avals[0])
+        placed = {first: traced(call, tuple(operands), [statistics], graph, first)}
+        for moment, position in zip(found, positions, strict=True):
+            assert position is not None
+            answer = fuse_statistics.answered(graph, moment, statistics, count)
+            placed[position] = [*placed.get(position, []), *answer]
+    except (TypeError, ValueError, compat.ShardingTypeError):
+        return {}  # arrays of types that this does not know: the program's own sums
+    return placed

@@ -1,0 +1,157 @@
+"""The primitive activated_sums: its operations in JAX and its CUDA kernel, compared with float64.
+
+``test_emulated_kernels`` runs the kernel without a GPU.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxconv._src.fuse.fuse_activations import Written
+from jaxconv._src.passes import activated_sums, normalise
+from jaxconv._src.passes.normalise import Form
+from jaxconv._src.problem import epilogue
+
+# Fewer rows than a CTA has, several parts, a partial last slice of channels.
+SHAPES = [(3, 5, 7, 8), (700, 72), (4, 32, 32, 16), (5, 3, 3, 264), (2, 7, 7, 2048), (3, 91, 536)]
+
+
+def form(shape, dtype, activation="silu", vectors=("mean", "scale", "offset")) -> Form:
+    operand = jax.core.ShapedArray(shape, np.dtype(dtype))
+
+    def function(t: jax.Array) -> jax.Array:
+        return epilogue.activate(t.astype(np.float32), activation).astype(t.dtype)
+
+    return Form((vectors,), False, Written(function, operand, activation), np.dtype(dtype))
+
+
+def drawn(shape, dtype, vectors=3, rows: int = 0) -> list[jax.Array]:
+    """An array, and vectors of its channels or, with ``rows``, one of each for every example."""
+    rng = np.random.default_rng(0)
+    of_vectors = (rows, shape[-1]) if rows else shape[-1:]
+    y = jnp.asarray(3 + rng.standard_normal(shape), dtype)
+    mean = jnp.asarray(3 + 0.1 * rng.standard_normal(of_vectors), np.float32)
+    others = [jnp.asarray(rng.standard_normal(of_vectors), np.float32) for _ in range(2)]
+    return [y, mean, *others][: 1 + vectors]
+
+
+def bound(of: Form, segments: int):
+    """A function of an array and its vectors, with the call of ``normalise`` before the sums."""
+
+    def function(*operands: jax.Array) -> jax.Array:
+        (z,) = normalise.normalise(*operands, form=of)
+        return activated_sums.activated_sums(z, *operands, form=of, segments=segments)
+
+    return function
+
+
+def defined(operands, activation: str, segments: int) -> np.ndarray:
+    """The sums in float64 of a z that is rounded as in the definition."""
+    y, mean, scale, offset = operands
+    wide = np.asarray(y, np.float64)
+    spread = [v[:, None, None] if v.ndim == 2 else v for v in (mean, scale, offset)]
+    u = (wide - spread[0]) * spread[1] + spread[2]
+    z = epilogue.activate(jnp.asarray(u, y.dtype).astype(np.float32), activation).astype(y.dtype)
+    found = np.asarray(z, np.float64).reshape(segments, -1, y.shape[-1]).sum(1)
+    return found[:, None] if segments > 1 else found
+
+
+def assert_close(actual, expected, y) -> None:
+    """The operand may round to its neighbour, which changes a term by an ulp."""
+    ulp, rows = float(jnp.finfo(y.dtype).eps), y.size // expected.size
+    np.testing.assert_allclose(np.asarray(actual), expected, rtol=ulp, atol=ulp * rows)
+
+
+@pytest.mark.parametrize("segments", [1, 2, 4])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, np.float32])
+def test_operations_of_jax(dtype, segments):
+    operands = drawn((4, 9, 7, 24), dtype)
+    function = bound(form((4, 9, 7, 24), dtype), segments)
+    with jax.default_device(jax.devices("cpu")[0]):
+        found = function(*operands)
+        assert found.dtype == np.float32
+        assert_close(found, defined(operands, "silu", segments), operands[0])
+        mapped = jax.vmap(function, (1, None, None, None))
+        (second,) = mapped(jnp.stack([operands[0], 2 * operands[0]], 1), *operands[1:])[1:]
+        doubled = [2 * operands[0], *operands[1:]]
+        assert_close(second, defined(doubled, "silu", segments), doubled[0])
+
+
+def test_derivative():
+    """That of a sum of the call's result, in both modes and to second order."""
+    operands = drawn((3, 4, 8), np.float32)
+    of = form((3, 4, 8), np.float32)
+    ours = bound(of, 3)
+
+    def plain(*operands):
+        return jnp.sum(normalise.in_jax(*operands, form=of)[0], 1, keepdims=True)
+
+    with jax.default_device(jax.devices("cpu")[0]):
+        close = functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-5)
+        tangents = [jnp.ones_like(o) for o in operands]
+        jax.tree.map(close, jax.jvp(ours, operands, tangents), jax.jvp(plain, operands, tangents))
+        ct = jax.random.normal(jax.random.key(0), (3, 1, 8))
+        jax.tree.map(close, jax.vjp(ours, *operands)[1](ct), jax.vjp(plain, *operands)[1](ct))
+
+        def squares(f):
+            return jax.hessian(lambda y: (f(y, *operands[1:]) ** 2).sum())(operands[0])
+
+        close(squares(ours), squares(plain), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    "shape, dtype, segments, changes",
+    [
+        ((4, 12), jnp.bfloat16, 1, {}),
+        ((4, 8), np.float64, 1, {}),
+        ((0, 8), np.float32, 1, {}),
+        ((4, 8), np.float32, 3, {}),
+        ((4, 8), np.float32, 1, dict(activation=None)),
+        ((4, 8), np.float32, 1, dict(shortcut=True)),
+        ((4, 8), jnp.bfloat16, 1, dict(dtype=np.dtype(np.float32))),
+    ],
+)
+def test_what_the_kernel_does_not_take(shape, dtype, segments, changes):
+    of = dataclasses.replace(form(shape, dtype), **changes)
+    assert not activated_sums.accepts(of, shape, np.dtype(dtype), segments)
+
+
+def test_lowering_for_a_gpu(cuda_calls):
+    for segments, result in ((1, "tensor<1x1x24xf32>"), (4, "tensor<4x1x1x24xf32>")):
+        operands = drawn((4, 6, 24), jnp.bfloat16)
+        function = jax.jit(bound(form((4, 6, 24), jnp.bfloat16), segments))
+        text = function.trace(*operands).lower(lowering_platforms=("cuda",)).as_text()
+        (types,) = re.findall(r"custom_call @jaxconv_activated_sums.* : (\(.*\) -> .*)", text)
+        vectors = ", ".join(["tensor<24xf32>"] * 3)
+        assert types.startswith(f"(tensor<4x6x24xbf16>, {vectors}) -> {result}")
+        assert ("segments" in text) == (segments > 1) and 'activation = "silu"' in text
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("activation", ["relu", "silu", "hard_swish", "gelu"])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, np.float32])
+@pytest.mark.parametrize("segments", [False, True])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_kernel(shape, segments, dtype, activation):
+    segments = shape[0] if segments else 1
+    operands = drawn(shape, dtype)
+    function = jax.jit(bound(form(shape, dtype, activation), segments))
+    text = function.lower(*operands).compile().as_text()
+    assert 'custom_call_target="jaxconv_activated_sums"' in text
+    first = np.asarray(function(*operands))
+    assert_close(first, defined(operands, activation, segments), operands[0])
+    np.testing.assert_array_equal(first, np.asarray(function(*operands)))
+
+
+@pytest.mark.gpu
+def test_kernel_with_vectors_of_examples():
+    operands = drawn((3, 20, 20, 40), jnp.bfloat16, rows=3)
+    function = jax.jit(bound(form((3, 20, 20, 40), jnp.bfloat16), 3))
+    assert_close(function(*operands), defined(operands, "silu", 3), operands[0])
