@@ -36,6 +36,7 @@
 #include "cuda/igemm_wgmma/launch_sm90.cuh"
 #include "cuda/igemm_wgmma/mainloop_sm90.cuh"
 #include "cuda/igemm_wgmma/statistics_sm90.cuh"
+#include "cuda/igemm_wgmma/store_swap_ab_sm90.cuh"
 #include "cuda/igemm_wgmma/store_tile_sm90.cuh"
 #include "cuda/igemm_wgmma/swap_ab_tile_sm90.cuh"
 #include "cuda/igemm_wgmma/wgmma_tile_sm90.cuh"
@@ -49,15 +50,17 @@ __device__ __forceinline__ void StorePingpongTile(const Params& params, const Ti
                                                   const ResidueClass& of,
                                                   const typename Tile::Accumulators& acc,
                                                   uint32_t ring, const Terms& terms) {
+  const auto epilogue = MakeEpilogue<Epilogue>(params.epilogue, params.slice_elements > 0);
   if constexpr (Tile::kSwapAb) {
-    StoreSwapAbTile<kOp, T, Tile, kWarpgroup>(
-        params, place, of, acc, ring + Tile::kStagingAt + kWarpgroup * 4 * Tile::kStagingBytes,
-        MakeEpilogue<Epilogue>(params.epilogue, params.slice_elements > 0), terms);
+    StoreSwapAbTile(
+        SwapAbStore<kOp, T, Tile, kWarpgroup>{
+            params, place, of, acc, ring + Tile::kStagingAt + kWarpgroup * 4 * Tile::kStagingBytes},
+        epilogue, terms);
   } else {
-    StoreTile<kOp, T, Tile>(params, place, of, acc,
-                            place.m_tile * Tile::kTileM + threadIdx.x / 32 % 4 * 16,
-                            ring + Tile::kStagingAt + (threadIdx.x / 32 - 4) * Tile::kStagingBytes,
-                            MakeEpilogue<Epilogue>(params.epilogue, params.slice_elements > 0));
+    StoreTile(TileStore<kOp, T, Tile>{params, place, of, acc, place.m_tile * Tile::kTileM,
+                                      ring + Tile::kStagingAt +
+                                          (threadIdx.x / 32 - 4) * Tile::kStagingBytes},
+              epilogue);
   }
 }
 
@@ -68,7 +71,8 @@ __device__ __forceinline__ void StoreCountedTile(const Params& params, const Til
                                                  const typename Tile::Accumulators& acc,
                                                  uint32_t staging, Sums* sums) {
   if constexpr (Tile::kSwapAb) {
-    StoreAndCountSwapAb<kOp, kWarpgroup, T, Tile>(params, place, of, acc, staging, sums);
+    StoreAndCountLines(SwapAbStore<kOp, T, Tile, kWarpgroup>{params, place, of, acc, staging},
+                       sums);
   } else if constexpr (Tile::kAccumulators > 128) {
     StoreAndCountRows<kWarpgroup, T, Tile>(params, place, of, acc, staging, sums);
   } else {
