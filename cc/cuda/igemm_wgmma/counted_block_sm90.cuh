@@ -92,16 +92,16 @@ struct CountedRows {
                                          int32_t n_first, int32_t row0, uint32_t staging)
       : staged{staging + warp * 2048, lane},
         pitch(static_cast<uint32_t>(params.out_channels) * uint32_t{sizeof(T)}),
-        first((place.OutputOffset(params, n_first) + staged.Column(lane) +
+        first((place.OutputOffset(params, n_first) + staged.Column() +
                (row0 + int64_t{OfBlock(0)}) * params.out_channels) *
               int64_t{sizeof(T)}),
         columns(params.gemm_n - n_first) {}
   // The row of vector i in a block.
   __device__ __forceinline__ int32_t OfBlock(int i) const {
-    return static_cast<int32_t>(warp * 16 + staged.Row(lane, i));
+    return static_cast<int32_t>(warp * 16 + staged.Row(i));
   }
   __device__ __forceinline__ bool Stored(int i, int c) const {
-    return OfBlock(i) < (c + staged.Column(lane) < columns ? rows : 0);
+    return OfBlock(i) < (c + staged.Column() < columns ? rows : 0);
   }
   __device__ __forceinline__ uint4* At(void* out, int i, int c) const {
     return reinterpret_cast<uint4*>(static_cast<char*>(out) + first +

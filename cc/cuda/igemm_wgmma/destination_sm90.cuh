@@ -1,7 +1,7 @@
 // Where a tile's results go, the third part of a store (sm_90a).
 //
 // OutputRow (tile_walk.cuh) decodes a tile's row to the number of a row of the output, which takes
-// some forty instructions. So each lane decodes one row for its warp (TileRows, PixelRows), and
+// some forty instructions. So each lane decodes one row for its warp (PixelRows, TileStore::DecodedRow), and
 // shuffles distribute the numbers. RowVectors then has the places of a lane's vectors.
 //
 // Pointwise tiles go to boxes of the output by TMA (store_swap_ab_sm90.cuh, slot_store_sm90.cuh).
@@ -16,26 +16,6 @@
 #include "cuda/ptx/shared_memory.cuh"
 
 namespace jaxconv::igemm_wgmma {
-
-// The output rows of all of a warp's blocks of sixteen rows.
-template <Op kOp, class Tile>
-struct TileRows {
-  static constexpr int kDecoded = (Tile::kBlocks + 1) / 2;
-  int32_t decoded[kDecoded];
-
-  // `m_first`: the warp's first row.
-  __device__ __forceinline__ TileRows(const Params& params, const ResidueClass& of, int32_t m_first,
-                                      uint32_t lane) {
-#pragma unroll
-    for (int i = 0; i < kDecoded; ++i) {
-      decoded[i] =
-          OutputRow<kOp>(params, of, m_first + (2 * i + lane / 16) * 64 + Tile::PixelOf(lane % 16));
-    }
-  }
-  __device__ __forceinline__ int32_t operator()(int block, int row) const {
-    return __shfl_sync(0xffffffff, decoded[block / 2], block % 2 * 16 + row);
-  }
-};
 
 // The output rows of a swap-AB tile's pixels, of which a warp stores four of every sixteen.
 template <Op kOp, class Tile>
@@ -61,17 +41,17 @@ struct PixelRows {
 // tensor's type.
 template <typename T, class Staging>
 struct RowVectors {
-  const uint32_t lane;
+  const Staging& staged;
   const uint32_t pitch;   // of a row
   const int64_t first;    // of the lane's column in row 0
   const int32_t columns;  // of the output from the tile's first on
   int32_t row[Staging::kVectors] = {};
 
   __device__ __forceinline__ RowVectors(const Params& params, const TilePlace& place,
-                                        int32_t n_first, uint32_t lane)
-      : lane(lane),
+                                        int32_t n_first, const Staging& staged)
+      : staged(staged),
         pitch(static_cast<uint32_t>(params.out_channels) * uint32_t{sizeof(T)}),
-        first((place.OutputOffset(params, n_first) + Staging::Column(lane)) * int64_t{sizeof(T)}),
+        first((place.OutputOffset(params, n_first) + staged.Column()) * int64_t{sizeof(T)}),
         columns(params.gemm_n - n_first) {}
   // row_of(i): the output row of vector i, or negative.
   template <typename RowOf>
@@ -80,7 +60,7 @@ struct RowVectors {
     for (int i = 0; i < Staging::kVectors; ++i) row[i] = row_of(i);
   }
   __device__ __forceinline__ bool Stored(int i, int c) const {
-    return row[i] >= 0 && c + Staging::Column(lane) < columns;
+    return row[i] >= 0 && c + staged.Column() < columns;
   }
   // A vector that is stored.
   template <typename Tensor>

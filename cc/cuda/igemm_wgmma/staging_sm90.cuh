@@ -42,14 +42,12 @@ struct RoundedRows {
     StoreMatrices(Chunk(lane % 16, i * 2 + lane / 16), words[0], words[1], words[2], words[3]);
   }
   // The row and the first column of the lane's vector i.
-  static __device__ __forceinline__ uint32_t Row(uint32_t lane, int i) {
+  __device__ __forceinline__ uint32_t Row(int i) const {
     return i * (32 / kLanesOfRow) + lane / kLanesOfRow;
   }
-  static __device__ __forceinline__ int Column(uint32_t lane) {
-    return static_cast<int>(lane % kLanesOfRow * 8);
-  }
+  __device__ __forceinline__ int Column() const { return static_cast<int>(lane % kLanesOfRow * 8); }
   __device__ __forceinline__ uint32_t Vector(int i) const {
-    return Chunk(Row(lane, i), lane % kLanesOfRow);
+    return Chunk(Row(i), lane % kLanesOfRow);
   }
   __device__ __forceinline__ void WriteVector(int i, const uint4& vector) const {
     StoreChunk(Vector(i), {vector.x, vector.y, vector.z, vector.w});
@@ -61,19 +59,21 @@ struct RoundedRows {
 struct WholeRows {
   static constexpr int kVectors = 8;
   uint32_t staging, lane;
+  int half;  // 0: rows 0 to 7 of the warp's sixteen, 1: rows 8 to 15
 
   __device__ __forceinline__ uint32_t Chunk(uint32_t row, uint32_t chunk) const {
     return staging + row * 512 + (chunk ^ row % 8) * 16;
   }
-  // Rows g or g + 8, half 0 or 1, of a fragment 16 by 32.
+  // The half of a fragment 16 by 32.
   template <typename T>
-  __device__ __forceinline__ void Write(int i, int half, const float* sums) const {
+  __device__ __forceinline__ void Write(int i, const float* sums) const {
     const float* d = sums + 2 * half;
     StoreMatrices(Chunk(lane % 8, i * 4 + lane / 8), PackPair<T>(d[0], d[1]),
                   PackPair<T>(d[4], d[5]), PackPair<T>(d[8], d[9]), PackPair<T>(d[12], d[13]));
   }
-  static __device__ __forceinline__ int Column(uint32_t lane) { return static_cast<int>(lane * 8); }
-  __device__ __forceinline__ uint32_t Vector(int row) const { return Chunk(row, lane); }
+  __device__ __forceinline__ uint32_t Row(int i) const { return half * 8 + i; }
+  __device__ __forceinline__ int Column() const { return static_cast<int>(lane * 8); }
+  __device__ __forceinline__ uint32_t Vector(int i) const { return Chunk(i, lane); }
   __device__ __forceinline__ void Sync() const { __syncwarp(); }
 };
 
@@ -87,8 +87,10 @@ struct FloatRows : StagedRows<float, kColumns_> {
   __device__ __forceinline__ FloatRows(uint32_t staging, uint32_t lane)
       : Base{staging}, lane(lane) {}
   __device__ __forceinline__ void Write(const float* sums) const { Base::Store(lane, sums); }
+  __device__ __forceinline__ uint32_t Row(int i) const { return Base::Row(lane, i); }
+  __device__ __forceinline__ int Column() const { return Base::Column(lane); }
   __device__ __forceinline__ uint32_t Vector(int i) const {
-    return Base::Quad(Base::Row(lane, i), Base::Column(lane) / 4);
+    return Base::Quad(Row(i), Column() / 4);
   }
   __device__ __forceinline__ void Sync() const { __syncwarp(); }
 };
@@ -98,10 +100,11 @@ struct FloatRows : StagedRows<float, kColumns_> {
 template <int kBarrier>
 struct PixelLines {
   static constexpr int kVectors = 2;
-  uint32_t matrices, vectors;
+  uint32_t lane, matrices, vectors;
 
   __device__ __forceinline__ PixelLines(uint32_t staging, uint32_t lane, uint32_t warp)
-      : matrices(staging + (lane / 16 * 8 + lane % 8) * 128 +
+      : lane(lane),
+        matrices(staging + (lane / 16 * 8 + lane % 8) * 128 +
                  ((warp * 2 + lane / 8 % 2) ^ (lane % 8)) * 16) {
     const uint32_t line = warp * 4 + lane / 8;
     vectors = staging + line * 128 + ((lane % 8) ^ (line % 8)) * 16;
@@ -118,9 +121,7 @@ struct PixelLines {
   __device__ __forceinline__ void Write(int i, const uint32_t (&words)[4]) const {
     StoreMatricesTransposed(matrices + i * 2048, words[0], words[1], words[2], words[3]);
   }
-  static __device__ __forceinline__ int Column(uint32_t lane) {
-    return static_cast<int>(lane % 8 * 8);
-  }
+  __device__ __forceinline__ int Column() const { return static_cast<int>(lane % 8 * 8); }
   __device__ __forceinline__ uint32_t Vector(int i) const { return vectors + i * 2048; }
   __device__ __forceinline__ void Sync() const { NamedBarrierSync(kBarrier, 128); }
 };
@@ -143,9 +144,7 @@ struct FloatLines {
       StoreShared(Chunk(pixel, channel / 4) + channel % 4 * 4, value);
     }
   }
-  static __device__ __forceinline__ int Column(uint32_t lane) {
-    return static_cast<int>(lane % 16 * 4);
-  }
+  __device__ __forceinline__ int Column() const { return static_cast<int>(lane % 16 * 4); }
   // Vector i: pixel 2 i + lane / 16 of the warp's four.
   __device__ __forceinline__ uint32_t Vector(int i) const {
     return Chunk(warp * 4 + i * 2 + lane / 16, lane % 16);

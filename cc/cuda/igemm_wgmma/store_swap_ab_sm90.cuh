@@ -51,7 +51,7 @@ struct SwapAbStore {
                                         Seen&& seen = {}) const {
     const uint32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
     const Staging lines(staging, lane, warp);
-    RowVectors<T, Staging> to(params, place, n_first, lane);
+    RowVectors<T, Staging> to(params, place, n_first, lines);
     auto find_rows = [&](int p) { to.Find([&](int h) { return row_of(p / 16 + h, lane / 8); }); };
     auto copy_residual = [&](int p) {
       find_rows(p);
@@ -104,7 +104,7 @@ struct SwapAbStore {
     const EpilogueParams& with = params.epilogue;
     const uint32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
     const Staging lines(staging, lane, warp);
-    RowVectors<T, Staging> to(params, place, n_first, lane);
+    RowVectors<T, Staging> to(params, place, n_first, lines);
     uint32_t bytes = 0;
 #pragma unroll 1
     for (FusedTurns turns(with, kPixels / 32); turns.More(); turns.Next()) {
@@ -130,7 +130,7 @@ struct SwapAbStore {
   __device__ __forceinline__ void Floats(const PixelRows<kOp, Tile>& row_of) const {
     const uint32_t lane = threadIdx.x % 32;
     FloatLines<kBarrier> lines{staging, lane, threadIdx.x / 32 % 4};
-    RowVectors<float, FloatLines<kBarrier>> to(params, place, n_first, lane);
+    RowVectors<float, FloatLines<kBarrier>> to(params, place, n_first, lines);
 #pragma unroll
     for (int i = 0; i < kPixels / 16; ++i) {
       lines.staging = staging + i % 2 * 4096;

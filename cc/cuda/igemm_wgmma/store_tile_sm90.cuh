@@ -75,11 +75,10 @@ struct TileStore {
   __device__ __forceinline__ int32_t DecodedRow(int block, uint32_t lane) const {
     return OutputRow<kOp>(params, of, m_first + block * 64 + Tile::PixelOf(lane % 16));
   }
-  template <class Rows>
-  __device__ __forceinline__ void FindRows(int block, uint32_t lane,
-                                           RowVectors<T, Rows>* to) const {
-    const int32_t decoded = DecodedRow(block, lane);
-    to->Find([&](int i) { return __shfl_sync(0xffffffff, decoded, Rows::Row(lane, i)); });
+  // `decoded`: the lane's DecodedRow.
+  template <class Destination>
+  static __device__ __forceinline__ void FindRows(int32_t decoded, Destination* to) {
+    to->Find([&](int i) { return __shfl_sync(0xffffffff, decoded, to->staged.Row(i)); });
   }
 
   // Without an epilogue. kWholeRows: stores whole 16-bit rows of 256 columns.
@@ -87,40 +86,38 @@ struct TileStore {
   __device__ __forceinline__ void Sums() const {
     constexpr bool kStaged = Tile::kStagingBytes >= 4096, kTwoBuffers = kStaged;
     const uint32_t lane = Lane();
-    const TileRows<kOp, Tile> row_of(params, of, m_first, lane);
-    auto* const floats = static_cast<float*>(params.out);
-    auto* const rounded = static_cast<T*>(params.out);
 #pragma unroll
     for (int i = 0; i < Tile::kBlocks; ++i) {
+      const int32_t decoded = DecodedRow(i, lane);
       if constexpr (sizeof(T) == 4) {
         if constexpr (Tile::kPingpong || (kPartial && !kStaged)) {
-          Fragments(row_of, i, lane);
+          Fragments(i, lane, decoded);
         } else if constexpr (kPartial) {
-          Rows<false>(FloatRows<64>(staging, lane), row_of, i, floats);
+          Rows<float, false>(FloatRows<64>(staging, lane), i, decoded);
         } else {
-          Rows<kTwoBuffers>(FloatRows<32>(staging, lane), row_of, i, floats);
+          Rows<float, kTwoBuffers>(FloatRows<32>(staging, lane), i, decoded);
         }
       } else if (kPartial || params.out_is_f32) {
         if constexpr (kStaged) {
-          Rows<false>(FloatRows<64>(staging, lane), row_of, i, floats);
+          Rows<float, false>(FloatRows<64>(staging, lane), i, decoded);
         } else {
-          Fragments(row_of, i, lane);
+          Fragments(i, lane, decoded);
         }
       } else if constexpr (kWholeRows) {
-        const WholeRows rows{staging, lane};
         static_assert(Tile::kTileN == 256);
-        RowVectors<T, WholeRows> to(params, place, n_first, lane);
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
+          const WholeRows rows{staging, lane, half};
+          RowVectors<T, WholeRows> to(params, place, n_first, rows);
+          FindRows(decoded, &to);
           rows.Sync();
 #pragma unroll
-          for (int j = 0; j < 8; ++j) rows.Write<T>(j, half, acc.Columns(i, j * 32));
+          for (int j = 0; j < 8; ++j) rows.Write<T>(j, acc.Columns(i, j * 32));
           rows.Sync();
-          to.Find([&](int v) { return row_of(i, half * 8 + v); });
-          StoreVectors<8>(rows, rounded, to, 0);
+          StoreVectors<8>(rows, params.out, to, 0);
         }
       } else {
-        Rows<kTwoBuffers>(RoundedRows<64>{staging, lane}, row_of, i, rounded);
+        Rows<T, kTwoBuffers>(RoundedRows<64>{staging, lane}, i, decoded);
       }
     }
   }
@@ -128,11 +125,10 @@ struct TileStore {
   // Stores a block in steps of one or two buffers of 2 KB, or one of 4 KB. A warp barrier separates
   // the reads of a buffer from the next writes to it; with two buffers, the barrier of the other
   // buffer serves.
-  template <bool kTwoBuffers, class Staging, typename Out>
-  __device__ __forceinline__ void Rows(Staging rows, const TileRows<kOp, Tile>& row_of, int i,
-                                       Out* out) const {
-    RowVectors<Out, Staging> to(params, place, n_first, rows.lane);
-    to.Find([&](int v) { return row_of(i, Staging::Row(rows.lane, v)); });
+  template <typename Out, bool kTwoBuffers, class Staging>
+  __device__ __forceinline__ void Rows(Staging rows, int i, int32_t decoded) const {
+    RowVectors<Out, Staging> to(params, place, n_first, rows);
+    FindRows(decoded, &to);
 #pragma unroll
     for (int c = 0; c < Tile::kTileN; c += Staging::kColumns) {
       if (c >= columns) break;
@@ -144,11 +140,10 @@ struct TileStore {
         StageFragments<4>(rows, Round<T>(), 0, acc.Columns(i, c));
       }
       rows.Sync();
-      Out* at = out;
+      auto* at = static_cast<Out*>(params.out);
       if constexpr (Tile::kPatches && sizeof(Out) == 2) {
         // Rows of a patch are whole vectors.
-        at += int64_t{params.patch_row.Div(n_first + c + Staging::Column(rows.lane))} *
-              params.patch_skip;
+        at += int64_t{params.patch_row.Div(n_first + c + rows.Column())} * params.patch_skip;
       }
       StoreVectors<4>(rows, at, to, c);
     }
@@ -157,13 +152,12 @@ struct TileStore {
   // Stores a block of float32 sums without a staging. A warp stores eight rows of 32 bytes (four
   // lanes, a whole sector). This leaves the throughput of shared memory to the other warpgroup's
   // operands.
-  __device__ __forceinline__ void Fragments(const TileRows<kOp, Tile>& row_of, int i,
-                                            uint32_t lane) const {
+  __device__ __forceinline__ void Fragments(int i, uint32_t lane, int32_t decoded) const {
     const int64_t base = place.OutputOffset(params, n_first);
     int64_t offset[2];  // of rows g and g + 8
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int32_t m = row_of(i, lane / 4 + half * 8);
+      const int32_t m = __shfl_sync(0xffffffff, decoded, lane / 4 + half * 8);
       offset[half] = m < 0 ? -1 : base + int64_t{m} * params.out_channels;
     }
 #pragma unroll
@@ -199,7 +193,7 @@ struct TileStore {
     const StagedTerms<kPart> staged_terms{staging + Steps::kTermsAt};
     const LaneTerms terms{staged_terms.at, lane};
     const PairBounds<T> bounds(params.epilogue.activation);
-    RowVectors<T, Rows> to(params, place, n_first, lane);
+    RowVectors<T, Rows> to(params, place, n_first, rows);
     uint4 ahead[kVectors] = {};
     auto load_residual = [&](int c) {
 #pragma unroll
@@ -216,7 +210,7 @@ struct TileStore {
         const int block = step / kChunks, c = part + step % kChunks * kColumns;
         if (c >= Tile::kTileN || c >= columns) continue;
         if (c == part) {
-          FindRows(block, lane, &to);
+          FindRows(DecodedRow(block, lane), &to);
           if constexpr (kAdds && kAhead) load_residual(c);
         }
         rows.Sync();
@@ -258,14 +252,14 @@ struct TileStore {
     const StagedTerms<kPart> staged_terms{staging + Steps::kTermsAt};
     const LaneTerms terms{staged_terms.at, lane};
     const int32_t end = min(columns, Tile::kTileN);
-    RowVectors<T, Rows> to(params, place, n_first, lane);
+    RowVectors<T, Rows> to(params, place, n_first, rows);
 #pragma unroll 1
     for (int32_t part = 0; part < end; part += kPart) {
       rows.Sync();  // the previous terms and rows have been read
       if constexpr (!TermsAreStaged<T, Tile>()) staged_terms.Load(params, place, n_first + part);
 #pragma unroll 1
       for (int block = 0; block < Tile::kBlocks; ++block) {
-        FindRows(block, lane, &to);
+        FindRows(DecodedRow(block, lane), &to);
         FusedTurns turns(with, (min(end - part, kPart) + kColumns - 1) / kColumns);
 #pragma unroll 1
         for (; turns.More(); turns.Next()) {
