@@ -142,8 +142,9 @@ __device__ __forceinline__ void ConsumePart(const Params& params, const TilePlac
   const int warp = threadIdx.x / 32 % 4;
   if constexpr (Epilogue::kPlain) {
     if (params.cluster.divisor == 1) {
-      StoreTile<kOp, T, Tile>(params, place, of, acc, place.m_tile * Tile::kTileM + warp * 16,
-                              ring + warp * Tile::kStagingBytes, Epilogue(params.epilogue));
+      StoreTile(TileStore<kOp, T, Tile>{params, place, of, acc, place.m_tile * Tile::kTileM,
+                                        ring + warp * Tile::kStagingBytes},
+                Epilogue(params.epilogue));
       return;
     }
   }

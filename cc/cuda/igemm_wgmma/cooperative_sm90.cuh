@@ -79,13 +79,12 @@ __device__ __forceinline__ void ConsumeCooperative(const Params& params, uint32_
     const TilePlace place(params, index);
     const ResidueClass& of = params.residue_class[place.residue_class];
     const int32_t k_blocks = KBlocksOf<kOp, Tile>(params, place);
-    const int32_t m_first =
-        place.m_tile * Tile::kTileM + number * Tile::kRowsOfWarpgroup + threadIdx.x / 32 % 4 * 16;
+    const int32_t row = place.m_tile * Tile::kTileM + number * Tile::kRowsOfWarpgroup;
     auto store = [&](const typename Tile::Accumulators& results) {
-      StoreTile<kOp, T, Tile>(
-          params, place, of, results, m_first,
-          ring + Tile::kStagingAt + (threadIdx.x / 32 - 4) * Tile::kStagingBytes,
-          MakeEpilogue<Epilogue>(params.epilogue, params.slice_elements > 0));
+      StoreTile(TileStore<kOp, T, Tile>{params, place, of, results, row,
+                                        ring + Tile::kStagingAt +
+                                            (threadIdx.x / 32 - 4) * Tile::kStagingBytes},
+                MakeEpilogue<Epilogue>(params.epilogue, params.slice_elements > 0));
     };
     if (k_blocks == 0) {
       if constexpr (kStoresZeros<kOp, Tile>) {
@@ -94,7 +93,7 @@ __device__ __forceinline__ void ConsumeCooperative(const Params& params, uint32_
       }
       continue;
     }
-    PrefetchResidual<kOp, T, Tile, Epilogue>(params, place, of, m_first);
+    PrefetchResidual<kOp, T, Tile, Epilogue>(params, place, of, row + threadIdx.x / 32 % 4 * 16);
     typename Tile::Accumulators acc;
     uint32_t last;
     if (number == 0) {

@@ -6,11 +6,11 @@
 #include <cstdint>
 
 #include "cuda/common/element.cuh"
+#include "cuda/igemm_wgmma/destination_sm90.cuh"
 #include "cuda/igemm_wgmma/params.h"
-#include "cuda/igemm_wgmma/store_tile_sm90.cuh"
+#include "cuda/igemm_wgmma/staging_sm90.cuh"
 #include "cuda/igemm_wgmma/tile_walk.cuh"
 #include "cuda/ptx/lane.cuh"
-#include "cuda/ptx/shared_memory.cuh"
 
 namespace jaxconv::igemm_wgmma {
 
@@ -29,6 +29,18 @@ __device__ __forceinline__ void UnpackWord<__nv_bfloat16>(uint32_t word, float (
 template <>
 __device__ __forceinline__ void UnpackWord<__half>(uint32_t word, float (&pair)[2]) {
   Neighbours<__half, 2>{word}.Unpack(pair);
+}
+
+// Adds a lane's numbers, less their pivot, to `sum` and `squares`.
+template <int kCount>
+__device__ __forceinline__ void AddAbout(const float* pivot, const float* values, float* sum,
+                                         float* squares) {
+#pragma unroll
+  for (int e = 0; e < kCount; ++e) {
+    const float apart = values[e] - pivot[e];
+    sum[e] += apart;
+    squares[e] = fmaf(apart, apart, squares[e]);
+  }
 }
 
 // The slot that receives a consumer's sums after a tile, if any. If a CTA stays in one range of
@@ -63,51 +75,38 @@ __device__ __forceinline__ float Exchange(float first, float second, bool takes_
   return (takes_second ? second : first) + got;
 }
 
-// A lane's addresses in a block of 64 rows of 128 bytes. Chunk c of row r lies at c ^ r % 8; blocks
-// are aligned to 1024 bytes. Unsigned, because the remainder of a signed number takes five
-// instructions.
-struct BlockPlaces {
-  uint32_t staged;   // for stmatrix, columns 0 to 15 of the warp's sixteen rows
-  uint32_t counted;  // for ldmatrix, the warp's sixteen columns of rows 0 to 15
-  uint32_t vectors;  // chunk lane % 8 of the warp's row lane / 8
-  uint32_t lane;
-
-  __device__ __forceinline__ BlockPlaces() : lane(Lane()) {
-    const uint32_t warp = Thread() / 32u % 4;
-    const uint32_t matrices = lane % 16 * 128 + (lane / 16 ^ lane % 8) * 16;
-    staged = warp * 2048 + matrices;
-    counted = matrices ^ warp * 32;
-    vectors = warp * 2048 + lane / 8 * 128 + (lane % 8 ^ lane / 8) * 16;
-  }
-  // The vector of the warp's row 4 i + lane / 8.
-  __device__ __forceinline__ uint32_t Vector(int i) const {
-    return (vectors ^ i % 2 * 64) + i * 512;
-  }
-};
-
-// Writes a warp's sixteen rows by 64 columns to shared memory.
+// A warp's sixteen rows of a block, in the staging and, as a destination, in the output, whose rows
+// are in order.
 template <typename T>
-__device__ __forceinline__ void StageRows(uint32_t staged, const float* acc) {
-#pragma unroll
-  for (int j = 0; j < 8; j += 2) {
-    StoreMatrices(staged ^ j * 16, PackPair<T>(acc[4 * j], acc[4 * j + 1]),
-                  PackPair<T>(acc[4 * j + 2], acc[4 * j + 3]),
-                  PackPair<T>(acc[4 * j + 4], acc[4 * j + 5]),
-                  PackPair<T>(acc[4 * j + 6], acc[4 * j + 7]));
+struct CountedRows {
+  const uint32_t lane = Lane(), warp = Thread() / 32u % 4;
+  RoundedRows<64> staged;
+  const uint32_t pitch;   // of a row, in bytes
+  const int64_t first;    // of the lane's first vector in the tile's first block, in bytes
+  const int32_t columns;  // of the output from the tile's first on
+  // Of the block that is stored: its first row in the tile, and its rows that are outputs.
+  int32_t row = 0, rows = 0;
+
+  // `row0`: the tile's first row; `staging`: a block's address.
+  __device__ __forceinline__ CountedRows(const Params& params, const TilePlace& place,
+                                         int32_t n_first, int32_t row0, uint32_t staging)
+      : staged{staging + warp * 2048, lane},
+        pitch(static_cast<uint32_t>(params.out_channels) * uint32_t{sizeof(T)}),
+        first((place.OutputOffset(params, n_first) + staged.Column() +
+               (row0 + int64_t{OfBlock(0)}) * params.out_channels) *
+              int64_t{sizeof(T)}),
+        columns(params.gemm_n - n_first) {}
+  // The row of vector i in a block.
+  __device__ __forceinline__ int32_t OfBlock(int i) const {
+    return static_cast<int32_t>(warp * 16 + staged.Row(i));
   }
-}
-
-// A lane's vectors of a tile, in a block of rows and in the output.
-struct LaneVectors {
-  BlockPlaces places;
-  uint32_t row = Thread() / 32u % 4 * 16 + places.lane / 8;  // the first vector's row in a block
-  int32_t column = places.lane % 8 * 8;                      // its column in a chunk
-  char* out;  // the first vector of the tile's first block
-
-  // `first`: the offset of the tile's first element in the output.
-  __device__ __forceinline__ LaneVectors(const Params& params, int64_t first, uint32_t bytes)
-      : out(static_cast<char*>(params.out) +
-            (first + int64_t{row} * params.out_channels + column) * bytes) {}
+  __device__ __forceinline__ bool Stored(int i, int c) const {
+    return OfBlock(i) < (c + staged.Column() < columns ? rows : 0);
+  }
+  __device__ __forceinline__ uint4* At(void* out, int i, int c) const {
+    return reinterpret_cast<uint4*>(static_cast<char*>(out) + first +
+                                    (uint64_t{pitch} * (row + i * 4) + c * sizeof(T)));
+  }
 };
 
 }  // namespace jaxconv::igemm_wgmma

@@ -15,19 +15,17 @@
 // function of the shared-memory address. Outputs in the padding are computed and dropped. Adjacent
 // rows share their padding: the zeros after one row serve as the zeros before the next.
 //
-// The filter has its own ring of slots, one k-block each (filter-row), or all its k-blocks stay in
-// shared memory for the kernel's life (weight-stationary). Tiles are pixels by channels, or
-// swap-AB. L2 delivers activations R times instead of R S times, so the tensor cores are the bound.
+// The filter has its own ring of slots, one k-block each. Tiles are pixels by channels
+// (*_pingpong_filter_row), or swap-AB (*_swap_ab_filter_row). L2 delivers activations R times
+// instead of R S times, so the tensor cores are the bound. The kernel also runs the instances of
+// weight_stationary_sm90.cuh, whose filter has no ring.
 //
 // Shared memory of 128x128: 3 stages of 17 KB, 8 filter slots of 16 KB, 32 KB of staging; 224x64
-// swap-AB: 4 of 29 KB, 10 of 8 KB, 16 KB; 128x64 swap-AB weight-stationary: 7 of 17 KB, 9 k-blocks
-// of 8 KB, 16 KB. Registers as in pingpong_sm90.cuh.
+// swap-AB: 4 of 29 KB, 10 of 8 KB, 16 KB. Registers as in pingpong_sm90.cuh.
 //
 // Full(s), Empty(s): stages, as in pingpong_sm90.cuh; the last tap frees a stage. FullFilter,
-// EmptyFilter: filter slots. Stationary(k): k-block k of the filter has arrived, waited for in a
-// consumer's first tile. Beside what cooperative_sm90.cuh refuses: filters of one tap along the
-// last axis, a stride there, taps that reach over more than kMaxSpan pixels; weight-stationary:
-// filters that do not fit, groups, batches.
+// EmptyFilter: filter slots. Beside what cooperative_sm90.cuh refuses: filters of one tap along the
+// last axis, a stride there, taps that reach over more than kMaxSpan pixels.
 #ifndef JAXCONV_CUDA_IGEMM_WGMMA_FILTER_ROW_SM90_CUH_
 #define JAXCONV_CUDA_IGEMM_WGMMA_FILTER_ROW_SM90_CUH_
 
@@ -226,19 +224,9 @@ template <Op kOp, DType kType, int kBlocks, int kN, int kStages, int kFilterSlot
 struct FilterRow
     : FilterRowForm<kOp, kType, WgmmaTile<2, true, kBlocks, kN, 0, kStages, true, kFilterSlots>> {};
 
-// For float32 operands: results are stored from the fragments, without staging.
-template <Op kOp, DType kType, int kBlocks, int kN, int kStages, int kStationary>
-struct WeightStationary
-    : FilterRowForm<kOp, kType,
-                    WgmmaTile<2, true, kBlocks, kN, 0, kStages, true, 0, kStationary, 0>> {};
-
 template <Op kOp, DType kType, int kPixels, int kStages, int kFilterSlots>
 struct SwapAbFilterRow
     : FilterRowForm<kOp, kType, SwapAbTile<kPixels, kStages, true, kFilterSlots>> {};
-
-template <Op kOp, DType kType, int kPixels, int kStages, int kStationary>
-struct SwapAbWeightStationary
-    : FilterRowForm<kOp, kType, SwapAbTile<kPixels, kStages, true, 0, kStationary>> {};
 
 }  // namespace jaxconv::igemm_wgmma
 

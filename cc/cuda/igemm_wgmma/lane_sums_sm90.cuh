@@ -6,7 +6,7 @@
 
 #include "cuda/common/element.cuh"
 #include "cuda/igemm_wgmma/counted_block_sm90.cuh"
-#include "cuda/igemm_wgmma/swap_ab_tile_sm90.cuh"
+#include "cuda/igemm_wgmma/store_swap_ab_sm90.cuh"
 #include "cuda/igemm_wgmma/tile_walk.cuh"
 #include "cuda/ptx/lane.cuh"
 #include "cuda/ptx/mbarrier_sm90.cuh"
@@ -41,12 +41,7 @@ class LaneSums {
       float values[2], about[2];
       UnpackWord<T>(stored ? words[i] : pivot_[i], values);
       UnpackWord<T>(pivot_[i], about);
-#pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        const float apart = values[e] - about[e];
-        sum_[i * 2 + e] += apart;
-        squares_[i * 2 + e] = fmaf(apart, apart, squares_[i * 2 + e]);
-      }
+      AddAbout<2>(about, values, sum_ + i * 2, squares_ + i * 2);
     }
   }
   // Adds the number of outputs among the pixels that the warp has summed.
@@ -117,29 +112,22 @@ class LaneSums {
 };
 
 // Stores a warpgroup's swap-AB tile of 64 channels as vectors, and forms its sums.
-template <Op kOp, int kWarpgroup, typename T, class Tile>
-__device__ __forceinline__ void StoreAndCountSwapAb(const Params& params, const TilePlace& place,
-                                                    const ResidueClass& of,
-                                                    const typename Tile::Accumulators& acc,
-                                                    uint32_t staging, LaneSums<T, Tile>* sums) {
-  const int32_t n_first = place.n_tile * Tile::kTileN;
-  const SwapAbRows<kOp, Tile> row(params, of, place);
+template <Op kOp, typename T, class Tile, int kWarpgroup>
+__device__ __forceinline__ void StoreAndCountLines(
+    const SwapAbStore<kOp, T, Tile, kWarpgroup>& tile, LaneSums<T, Tile>* sums) {
+  const PixelRows<kOp, Tile> row_of(tile.params, tile.of, tile.place);
   const bool fresh = sums->Fresh();
   int rows = 0;
-  StoreRoundedSwapAb<3 + kWarpgroup, Tile::kTileM>(
-      RoundSums<T, Tile::kTileM / 2>{acc.of}, staging,
-      static_cast<T*>(params.out) + place.OutputOffset(params, n_first),
-      params.out_channels * sizeof(T), row, params.gemm_n - n_first,
-      [&](bool first, const uint4& vector, bool stored) {
-        // The pivot may be a pixel outside the output.
-        if (first && fresh) sums->Begin(vector);
-        sums->Add(vector, stored);
-        rows += stored ? 1 : 0;
-      });
+  tile.Lines(row_of, Round<T>(), [&](bool first, const uint4& vector, bool stored) {
+    // The pivot may be a pixel outside the output.
+    if (first && fresh) sums->Begin(vector);
+    sums->Add(vector, stored);
+    rows += stored ? 1 : 0;
+  });
   rows += __shfl_xor_sync(0xffffffff, rows, 8);
   rows += __shfl_xor_sync(0xffffffff, rows, 16);
   sums->AddRows(rows);
-  sums->template EndTile<kWarpgroup>(params, place);
+  sums->template EndTile<kWarpgroup>(tile.params, tile.place);
 }
 
 }  // namespace jaxconv::igemm_wgmma

@@ -14,13 +14,12 @@
 //     consumer 1                        | multiply tile 1 | store 1        | multiply tile 3 ...
 //     producer        | loads of tile 0 | of tile 1       | of tile 2 ...
 //
-// There are two kinds of tiles: pixels as rows (Pingpong); and, for few output channels, 64 output
-// channels as rows and up to 256 pixels as columns (SwapAb, swap_ab_tile_sm90.cuh).
+// The instances are *_pingpong and *_pingpong_c48. The kernel also has the tiles of
+// swap_ab_sm90.cuh and patches_sm90.cuh.
 //
 // Persistent: CTA b processes tiles b, b + gridDim.x, ..., consumer 0 the first, third, ... of
-// them. Shared memory of 128x128: 6 stages of (16 + 16) KB, 32 KB of staging, barriers; of 256x64
-// swap-AB: 5 stages of (32 + 8) KB, 16 KB of staging. Registers: producer 24 to 40, consumers 232
-// or 240.
+// them. Shared memory of 128x128: 6 stages of (16 + 16) KB, 32 KB of staging, barriers. Registers:
+// producer 24 to 40, consumers 232 or 240.
 //
 // Full(s) and Empty(s) as in cooperative_sm90.cuh, with one consumer warpgroup a stage. Named
 // barriers 1 and 2 pass the tensor cores on: a consumer waits at its own before its mainloop and
@@ -36,6 +35,7 @@
 #include "cuda/igemm_wgmma/launch_sm90.cuh"
 #include "cuda/igemm_wgmma/mainloop_sm90.cuh"
 #include "cuda/igemm_wgmma/statistics_sm90.cuh"
+#include "cuda/igemm_wgmma/store_swap_ab_sm90.cuh"
 #include "cuda/igemm_wgmma/store_tile_sm90.cuh"
 #include "cuda/igemm_wgmma/swap_ab_tile_sm90.cuh"
 #include "cuda/igemm_wgmma/wgmma_tile_sm90.cuh"
@@ -49,15 +49,17 @@ __device__ __forceinline__ void StorePingpongTile(const Params& params, const Ti
                                                   const ResidueClass& of,
                                                   const typename Tile::Accumulators& acc,
                                                   uint32_t ring, const Terms& terms) {
+  const auto epilogue = MakeEpilogue<Epilogue>(params.epilogue, params.slice_elements > 0);
   if constexpr (Tile::kSwapAb) {
-    StoreSwapAbTile<kOp, T, Tile, kWarpgroup>(
-        params, place, of, acc, ring + Tile::kStagingAt + kWarpgroup * 4 * Tile::kStagingBytes,
-        MakeEpilogue<Epilogue>(params.epilogue, params.slice_elements > 0), terms);
+    StoreSwapAbTile(
+        SwapAbStore<kOp, T, Tile, kWarpgroup>{
+            params, place, of, acc, ring + Tile::kStagingAt + kWarpgroup * 4 * Tile::kStagingBytes},
+        epilogue, terms);
   } else {
-    StoreTile<kOp, T, Tile>(params, place, of, acc,
-                            place.m_tile * Tile::kTileM + threadIdx.x / 32 % 4 * 16,
-                            ring + Tile::kStagingAt + (threadIdx.x / 32 - 4) * Tile::kStagingBytes,
-                            MakeEpilogue<Epilogue>(params.epilogue, params.slice_elements > 0));
+    StoreTile(TileStore<kOp, T, Tile>{params, place, of, acc, place.m_tile * Tile::kTileM,
+                                      ring + Tile::kStagingAt +
+                                          (threadIdx.x / 32 - 4) * Tile::kStagingBytes},
+              epilogue);
   }
 }
 
@@ -68,7 +70,8 @@ __device__ __forceinline__ void StoreCountedTile(const Params& params, const Til
                                                  const typename Tile::Accumulators& acc,
                                                  uint32_t staging, Sums* sums) {
   if constexpr (Tile::kSwapAb) {
-    StoreAndCountSwapAb<kOp, kWarpgroup, T, Tile>(params, place, of, acc, staging, sums);
+    StoreAndCountLines(SwapAbStore<kOp, T, Tile, kWarpgroup>{params, place, of, acc, staging},
+                       sums);
   } else if constexpr (Tile::kAccumulators > 128) {
     StoreAndCountRows<kWarpgroup, T, Tile>(params, place, of, acc, staging, sums);
   } else {
@@ -198,22 +201,6 @@ template <Op kOp, DType kType, int kBlocks, int kN, int kStages, int kStagingByt
 struct PingpongC48
     : PingpongForm<kOp, kType,
                    WgmmaTile<2, true, kBlocks, kN, 0, kStages, false, 0, 0, kStagingBytes, 3>> {};
-
-// The same tiles for a dgrad of windows that do not overlap. The columns are the elements of a
-// patch: a pixel of dy times the filter is a whole patch of dx, R separate rows of S C elements.
-template <class Tile>
-struct PatchTile : Tile {
-  static constexpr bool kPatches = true;
-};
-
-template <Op kOp, DType kType, int kBlocks, int kN, int kStages, int kStagingBytes>
-struct Patches
-    : PingpongForm<
-          kOp, kType,
-          PatchTile<WgmmaTile<2, true, kBlocks, kN, 0, kStages, false, 0, 0, kStagingBytes>>> {};
-
-template <Op kOp, DType kType, int kPixels, int kStages>
-struct SwapAb : PingpongForm<kOp, kType, SwapAbTile<kPixels, kStages>> {};
 
 }  // namespace jaxconv::igemm_wgmma
 

@@ -34,6 +34,7 @@
 #include "cuda/igemm_wgmma/mainloop_sm90.cuh"
 #include "cuda/igemm_wgmma/slot_store_sm90.cuh"
 #include "cuda/igemm_wgmma/statistics_sm90.cuh"
+#include "cuda/igemm_wgmma/store_swap_ab_sm90.cuh"
 #include "cuda/igemm_wgmma/store_tile_sm90.cuh"
 #include "cuda/igemm_wgmma/swap_ab_tile_sm90.cuh"
 #include "cuda/igemm_wgmma/wgmma_tile_sm90.cuh"
@@ -246,50 +247,48 @@ __device__ __forceinline__ void ConsumePointwise(const Params& params, const Map
       FinishTile<Tile>(params, place, of, epilogue);
     } else if constexpr (Tile::kSwapAb) {
       const uint32_t staging = ring + Tile::kStagingAt + kWarpgroup * 4 * Tile::kStagingBytes;
-      auto store_boxes = [&](const auto& round) {
-        StoreSwapAbBoxes<3 + kWarpgroup, Tile::kTileM>(round, staging, &maps.out, place.n_tile * 64,
-                                                       place.m_tile * Tile::kTileM);
+      const SwapAbStore<kOp, T, Tile, kWarpgroup> tile{params, place, of, acc, staging};
+      auto store_boxes = [&](const auto& finish) {
+        tile.Boxes(finish, &maps.out);
         FinishTile<Tile>(params, place, of, epilogue);
       };
       if constexpr (!Epilogue::kPlain) {
         if (kCounts && params.epilogue.moments != nullptr) {
           if constexpr (kCounts) {
-            store_boxes(RoundSums<T, Tile::kTileM / 2>{acc.of});
-            CountSwapAbBoxes<T, Tile>(place, of, staging, &sums);
+            store_boxes(Round<T>());
+            CountBoxes<T, Tile>(place, of, staging, &sums);
             sums.template EndTile<kWarpgroup>(params, place);
           }
         } else if (Clamps(params.epilogue) && params.epilogue.residual == nullptr) {
-          const ClampSums<T> clamp(params.epilogue, terms);
-          store_boxes([&](int i, uint32_t (&words)[4]) { clamp.Round(acc.of + i * 8, words); });
+          const PairBounds<T> bounds(params.epilogue.activation);
+          store_boxes(Clamp<T, SwapAbTerms<Epilogue>, false>{terms, bounds});
         } else {
-          StoreSwapAbTile<kOp, T, Tile, kWarpgroup>(params, place, of, acc, staging,
-                                                    MakeEpilogue<Epilogue>(params.epilogue, false),
-                                                    terms);
+          StoreSwapAbTile(tile, MakeEpilogue<Epilogue>(params.epilogue, false), terms);
         }
       } else if (!params.out_is_f32) {
-        store_boxes(RoundSums<T, Tile::kTileM / 2>{acc.of});
+        store_boxes(Round<T>());
       } else {
-        StoreSwapAbTile<kOp, T, Tile, kWarpgroup>(params, place, of, acc, staging, epilogue, terms);
+        StoreSwapAbTile(tile, epilogue, terms);
       }
     } else {
-      const int32_t m_first = place.m_tile * Tile::kTileM + threadIdx.x / 32 % 4 * 16;
+      const uint32_t of_warpgroup = ring + Tile::kStagingAt + kWarpgroup * 4 * Tile::kStagingBytes;
       const uint32_t staging =
           ring + Tile::kStagingAt + (threadIdx.x / 32 - 4) * Tile::kStagingBytes;
+      const TileStore<kOp, T, Tile> tile{params, place, of, acc, place.m_tile * Tile::kTileM,
+                                         staging};
       if (kCounts && params.epilogue.moments != nullptr) {
         if constexpr (kCounts) {
-          StoreAndCount<3 + kWarpgroup, T, Tile>(
-              params, place, of, acc,
-              ring + Tile::kStagingAt + kWarpgroup * 4 * Tile::kStagingBytes, &sums);
+          StoreAndCount<3 + kWarpgroup, T, Tile>(params, place, of, acc, of_warpgroup, &sums);
           sums.template EndTile<kWarpgroup>(params, place);
         }
       } else if constexpr (kHasSlots<kOp, T, Tile, Epilogue> && Tile::kStationary > 0) {
         // Clamping epilogues use slots.
         StageTerms<T, Tile, Epilogue>(params, place, staging);
-        StoreActivatedTile<kOp, T, Tile>(params, place, of, acc, m_first, staging, epilogue);
+        tile.Activated();
         FinishTile<Tile>(params, place, of, epilogue);
       } else {
         StageTerms<T, Tile, Epilogue>(params, place, staging);
-        StoreTile<kOp, T, Tile, kWholeRows>(params, place, of, acc, m_first, staging, epilogue);
+        StoreTile<kWholeRows>(tile, epilogue);
       }
     }
     stage.Skip(k_blocks);

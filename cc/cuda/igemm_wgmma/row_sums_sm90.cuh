@@ -29,19 +29,6 @@ __device__ __forceinline__ void UnpackFour(uint32_t first, uint32_t second, floa
   UnpackWord<T>(second, pair), four[2] = pair[0], four[3] = pair[1];
 }
 
-// Adds a lane's numbers, less their pivot, to `sum` and `squares`.
-template <int kCount>
-__device__ __forceinline__ void AddAbout(const float (&pivot)[kCount],
-                                         const float (&values)[kCount], float (&sum)[kCount],
-                                         float (&squares)[kCount]) {
-#pragma unroll
-  for (int e = 0; e < kCount; ++e) {
-    const float apart = values[e] - pivot[e];
-    sum[e] += apart;
-    squares[e] = fmaf(apart, apart, squares[e]);
-  }
-}
-
 // Converts a sum about the pivot to the sum of the n numbers themselves; in lanes with `second`,
 // the sum of squares. The lane at a distance of 8 has the other sum.
 __device__ __forceinline__ double AboutZero(float about_pivot, float pivot, int n, bool second) {
@@ -85,7 +72,7 @@ class RowSums {
     auto add = [&](uint32_t first, uint32_t second) {
       float four[4];
       UnpackFour<T>(first, second, four);
-      AddAbout(pivot, four, sum, squares);
+      AddAbout<4>(pivot, four, sum, squares);
     };
     if (__builtin_expect(rows >= kBlockRows, true)) {
 #pragma unroll 1
@@ -161,42 +148,27 @@ __device__ __forceinline__ void StoreAndCountRows(const Params& params, const Ti
   constexpr int kBarrier = 3 + kWarpgroup;
   const int32_t n_first = place.n_tile * Tile::kTileN, row0 = place.m_tile * Tile::kTileM;
   const int32_t columns = params.gemm_n - n_first;
-  const auto pitch = static_cast<uint32_t>(params.out_channels) * uint32_t{sizeof(T)};
 #pragma unroll 1
   for (int c = 0; c < RowSums<T, Tile>::kChunks && c * 64 < columns; ++c) {
 #pragma unroll 1
     for (int block = 0; block < Tile::kBlocks; ++block) {
       const int rows = min(of.rows - (row0 + block * kBlockRows), kBlockRows);
       if (rows <= 0) break;
-      const uint32_t staged = BlockPlaces().staged;
+      const RoundedRows<64> staged{staging + Thread() / 32u % 4 * 2048, uint32_t(Lane())};
 #pragma unroll
       for (int i = 0; i < Tile::kBlocks; ++i) {
 #pragma unroll
         for (int k = 0; k < RowSums<T, Tile>::kChunks; ++k) {
-          if (i == block && k == c) StageRows<T>(staging + staged, acc.Columns(i, k * 64));
+          if (i == block && k == c) {
+            StageFragments<4>(staged, Round<T>(), 0, acc.Columns(i, k * 64));
+          }
         }
       }
       NamedBarrierSync(kBarrier, 128);
       {
-        const LaneVectors lane(
-            params, place.OutputOffset(params, n_first) + int64_t{row0} * params.out_channels,
-            sizeof(T));
-        char* const out = lane.out + (uint64_t{pitch} * (block * kBlockRows) + c * 128);
-        const int last = lane.column + c * 64 < columns ? rows : 0;
-#pragma unroll
-        for (int first = 0; first < 4; first += 2) {
-          uint4 vectors[2];
-#pragma unroll
-          for (int i = 0; i < 2; ++i)
-            vectors[i] = LoadChunk(staging + lane.places.Vector(first + i));
-#pragma unroll
-          for (int i = 0; i < 2; ++i) {
-            const int row = (first + i) * 4;
-            if (static_cast<int>(lane.row) + row < last) {
-              *reinterpret_cast<uint4*>(out + uint64_t{pitch} * row) = vectors[i];
-            }
-          }
-        }
+        CountedRows<T> counted(params, place, n_first, row0, staging);
+        counted.row = block * kBlockRows, counted.rows = rows;
+        StoreVectors<2>(counted.staged, params.out, counted, c * 64);
       }
       sums->Count(staging, rows, c, block == 0);
       NamedBarrierSync(kBarrier, 128);

@@ -22,7 +22,8 @@
 #include "cuda/common/element.cuh"
 #include "cuda/common/epilogue.cuh"
 #include "cuda/common/ring_sm90.cuh"
-#include "cuda/igemm_wgmma/store_fused_sm90.cuh"
+#include "cuda/igemm_wgmma/finish_sm90.cuh"
+#include "cuda/igemm_wgmma/staging_sm90.cuh"
 #include "cuda/igemm_wgmma/tensor_maps.h"
 #include "cuda/igemm_wgmma/tile_walk.cuh"
 #include "cuda/ptx/lane.cuh"
@@ -164,7 +165,7 @@ struct SlotStore {
       : params(params), out(out), ring(ring) {
     if (kWarpgroup == 1) slot.Skip(Ring::kOfTile);
     if constexpr (Tile::kStationary > 0) {
-      if (Warp() == 0) LoadTerms(TilePlace::OfRows(params, blockIdx.x).n_tile);
+      if (Warp() == 0) LoadTerms(blockIdx.x);
       NamedBarrierSync(3 + kWarpgroup, 128);
     }
   }
@@ -174,19 +175,19 @@ struct SlotStore {
   __device__ __forceinline__ void Begin(int32_t index) const {
     if constexpr (Tile::kStationary == 0) {
       __syncwarp();  // the previous tile's terms have been read
-      LoadTerms(TilePlace::OfRows(params, index).n_tile);
+      LoadTerms(index);
     }
   }
-  __device__ __forceinline__ void LoadTerms(int32_t n_tile) const {
-    const int32_t n_first = n_tile * Tile::kTileN;
-    StagedTerms<Tile::kTileN>{ring.Terms(kWarpgroup, Warp())}.Load(
-        FusedEpilogue(params.epilogue), n_first, params.gemm_n - n_first);
+  __device__ __forceinline__ void LoadTerms(int32_t index) const {
+    const TilePlace place = TilePlace::OfRows(params, index);
+    StagedTerms<Tile::kTileN>{ring.Terms(kWarpgroup, Warp())}.Load(params, place,
+                                                                   place.n_tile * Tile::kTileN);
   }
 
   __device__ __forceinline__ void Store(const TilePlace& place,
                                         const typename Tile::Accumulators& acc) {
-    const int lane = Lane(), warp = Warp();
-    const uint32_t terms = ring.Terms(kWarpgroup, warp) + lane % 4 * 16;
+    const uint32_t lane = Lane(), warp = Warp();
+    const LaneTerms terms{ring.Terms(kWarpgroup, warp), lane};
     const int32_t channel = place.n_tile * Tile::kTileN;
     const int32_t row = place.m_tile * Tile::kTileM + warp * 16;
     const PairBounds<T> bounds(params.epilogue.activation);
@@ -196,37 +197,19 @@ struct SlotStore {
     for (int c = 0; c < Tile::kTileN; c += 64) {
 #pragma unroll
       for (int block = 0; block < Tile::kBlocks; ++block) {
-        const RoundedRows<64> rows{ring.Slot(slot.slot) + warp * 2048};
-        const float* const sums = acc.Columns(block, c);
-        float term[8][4];
-#pragma unroll
-        for (int j = 0; j < 8; ++j) LoadShared<0>(terms + (c / 8 + j) * 64, term[j]);
+        const RoundedRows<64> rows{ring.Slot(slot.slot) + warp * 2048, lane};
+        const LoadedTerms loaded(terms, c);
         // In a short ring the other consumer may not have received the slot's previous fill. Until
         // it has, Full(slot) is in an earlier phase of the same parity.
         if constexpr (Ring::kSlots < 2 * Ring::kOfTile) {
           BarrierWait(ring.Empty(slot.slot), slot.parity ^ 1);
         }
         BarrierWait(ring.Full(slot.slot), slot.parity);
-        uint32_t words[4][4];
-#pragma unroll
-        for (int j = 0; kSlots == Slots::kResidual && j < 4; ++j) {
-          LoadMatrices(rows.Matrices(lane, j * 2), words[j]);
-        }
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-#pragma unroll
-          for (int q = 0; q < 4; ++q) {
-            const float* const pair = sums + j * 8 + q * 2;
-            const float (&of)[4] = term[j * 2 + q / 2];
-            float t[2] = {fmaf(pair[0], of[0], of[2]), fmaf(pair[1], of[1], of[3])};
-            if constexpr (kSlots == Slots::kResidual) Neighbours<T, 2>{words[j][q]}.AddTo(t);
-            words[j][q] = bounds.Clamp(PackPair<T>(t[0], t[1]));
-          }
-          StoreMatrices(rows.Matrices(lane, j * 2), words[j][0], words[j][1], words[j][2],
-                        words[j][3]);
-        }
+        StageFragments<4, /*kReadsAhead=*/true>(
+            rows, Clamp<T, LoadedTerms, kSlots == Slots::kResidual>{loaded, bounds}, 0,
+            acc.Columns(block, c));
         FenceForCopies();
-        __syncwarp();
+        rows.Sync();
         if (ElectOne()) {
           StoreTile2d(out, rows.staging, channel + c, row + block * 64);
           CommitStores();

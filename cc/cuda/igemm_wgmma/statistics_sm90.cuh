@@ -90,12 +90,16 @@ class TileSums {
   struct Products {
     float of[2][4];
   };
-  static __device__ __forceinline__ Products Multiply(const BlockPlaces& places, uint32_t block) {
+  // What a lane adds to a block's address for ldmatrix of the warp's sixteen columns of rows 0 to 15.
+  static __device__ __forceinline__ uint32_t Matrices(uint32_t lane, uint32_t warp) {
+    return (lane % 16 * 128 + (lane / 16 ^ lane % 8) * 16) ^ warp * 32;
+  }
+  static __device__ __forceinline__ Products Multiply(uint32_t matrices, uint32_t block) {
     Products d = {};
 #pragma unroll
     for (int rows = 0; rows < kBlockRows; rows += 16) {
       uint32_t y[4];
-      LoadMatricesTransposed(block + places.counted + rows * 128, y);
+      LoadMatricesTransposed(block + matrices + rows * 128, y);
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         const uint32_t a[4] = {y[h * 2], kTwoOnes<T>, y[h * 2 + 1], kTwoOnes<T>};
@@ -191,12 +195,7 @@ class TileSums {
       for (uint32_t row = lane / 8; row < rows; row += 4) {
         float pair[2];
         load(row, pair);
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          const float apart = pair[e] - about[e];
-          sum[e] += apart;
-          squares[e] = fmaf(apart, apart, squares[e]);
-        }
+        AddAbout<2>(about, pair, sum, squares);
       }
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
@@ -256,71 +255,59 @@ __device__ __forceinline__ void StoreAndCount(const Params& params, const TilePl
   static_assert(Tile::kBlocks <= Sums::kLanes, "a lane has one turn");
   const int32_t n_first = place.n_tile * Tile::kTileN, row0 = place.m_tile * Tile::kTileM;
   const int32_t columns = params.gemm_n - n_first;
-  auto vectors_of_lane = [&] {
-    return LaneVectors(params,
-                       place.OutputOffset(params, n_first) + int64_t{row0} * params.out_channels,
-                       sizeof(T));
-  };
-  const auto pitch = static_cast<uint32_t>(params.out_channels) * uint32_t{sizeof(T)};
-  auto rows_of = [&](int block) { return min(of.rows - (row0 + block * kBlockRows), kBlockRows); };
-  auto load_and_store = [&](const LaneVectors& lane, uint32_t at, int block, int c) {
-    char* const out = lane.out + (uint64_t{pitch} * (block * kBlockRows) + c * 128);
-    const int last = lane.column + c * 64 < columns ? rows_of(block) : 0;
-    uint4 vectors[4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) vectors[i] = LoadChunk(at + lane.places.Vector(i));
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      if (static_cast<int>(lane.row) + i * 4 < last) {
-        *reinterpret_cast<uint4*>(out + uint64_t{pitch} * (i * 4)) = vectors[i];
-      }
-    }
-  };
-  auto turn_of = [](int block, int c) { return c * Sums::kLanes + block % Sums::kLanes; };
+  CountedRows<T> counted(params, place, n_first, row0, staging);
+  const uint32_t first = counted.staged.staging,
+                 matrices = Sums::Matrices(counted.lane, counted.warp);
   // With two staging blocks, the next block is staged while the tensor core sums this one.
   constexpr int kUnits = Tile::kBlocks * Sums::kChunks;
-  const LaneVectors lane = vectors_of_lane();
   auto stage = [&](int unit) {
-    StageRows<T>(staging + unit % 2 * kBlockBytes + lane.places.staged,
-                 acc.Columns(unit % Tile::kBlocks, unit / Tile::kBlocks * 64));
+    counted.staged.staging = first + unit % 2 * kBlockBytes;
+    StageFragments<4>(counted.staged, Round<T>(), 0,
+                      acc.Columns(unit % Tile::kBlocks, unit / Tile::kBlocks * 64));
   };
   stage(0);
 #pragma unroll
   for (int unit = 0; unit < kUnits; ++unit) {
-    const int block = unit % Tile::kBlocks, c = unit / Tile::kBlocks, rows = rows_of(block);
+    const int block = unit % Tile::kBlocks, c = unit / Tile::kBlocks;
+    const int rows = min(of.rows - (row0 + block * kBlockRows), kBlockRows);
     const uint32_t at = staging + unit % 2 * kBlockBytes;
     NamedBarrierSync(kBarrier, 128);
     const bool some = rows > 0 && c * 64 < columns;
     typename Sums::Products products;
     if (some) {
-      products = Sums::Multiply(lane.places, at);
-      load_and_store(lane, at, block, c);
+      products = Sums::Multiply(matrices, at);
+      counted.staged.staging = first + unit % 2 * kBlockBytes;
+      counted.row = block * kBlockRows, counted.rows = rows;
+      StoreVectors<4>(counted.staged, params.out, counted, c * 64);
     }
     if (unit + 1 < kUnits) stage(unit + 1);
-    if (some) sums->Count(products, lane.places.lane, at, rows, turn_of(block, c));
+    if (some) {
+      sums->Count(products, counted.lane, at, rows, c * Sums::kLanes + block % Sums::kLanes);
+    }
   }
   sums->EndTurns();
   // The warps meet at the next turn, before they write the staging again.
 }
 
-// Sums a tile of 64 channels that StoreSwapAbBoxes has staged as pixels of 128 bytes.
+// Sums a tile of 64 channels that SwapAbStore::Boxes has staged as pixels of 128 bytes.
 template <typename T, class Tile>
-__device__ __forceinline__ void CountSwapAbBoxes(const TilePlace& place, const ResidueClass& of,
-                                                 uint32_t staging, TileSums<T, Tile>* sums) {
+__device__ __forceinline__ void CountBoxes(const TilePlace& place, const ResidueClass& of,
+                                           uint32_t staging, TileSums<T, Tile>* sums) {
   using Sums = TileSums<T, Tile>;
   constexpr int kBlocks = Tile::kTileM / kBlockRows;
   static_assert(kBlocks <= Sums::kLanes);
-  const BlockPlaces places;
+  const uint32_t lane = Lane(), matrices = Sums::Matrices(lane, Thread() / 32u % 4);
   typename Sums::Products products[kBlocks];
 #pragma unroll
   for (int block = 0; block < kBlocks; ++block) {
-    products[block] = Sums::Multiply(places, staging + block * kBlockBytes);
+    products[block] = Sums::Multiply(matrices, staging + block * kBlockBytes);
   }
 #pragma unroll
   for (int block = 0; block < kBlocks; ++block) {
     const int rows = min(of.rows - (place.m_tile * Tile::kTileM + block * kBlockRows), kBlockRows);
-    if (rows > 0)
-      sums->Count(products[block], places.lane, staging + block * kBlockBytes, rows, block);
+    if (rows > 0) {
+      sums->Count(products[block], lane, staging + block * kBlockBytes, rows, block);
+    }
   }
   sums->EndTurns();
 }

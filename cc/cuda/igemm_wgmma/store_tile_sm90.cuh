@@ -1,278 +1,360 @@
-// A warpgroup's accumulators of a WgmmaTile -> the output (sm_90a).
+// Stores a tile of pixels by channels: a warpgroup's accumulators of a WgmmaTile -> a finish -> a
+// staging -> a destination (finish_sm90.cuh, staging_sm90.cuh, destination_sm90.cuh; sm_90a).
 //
-// 16-bit results without an epilogue pass through shared memory as 16-bit words, others as float32;
-// where lanes hold whole sectors, they store from the fragments.
+//     results                    finish             staging                     TileStore::
+//     16 bits, no epilogue       Round              RoundedRows or WholeRows    Sums
+//     float32, no epilogue       none               FloatRows or none           Sums
+//     16 bits, clamp             Clamp              RoundedRows                 Clamped
+//     16 bits, other epilogue    ActivateFragments  RoundedRows                 Activated
+//     float32, epilogue          StagedVectors      StagedRows                  Staged
 #ifndef JAXCONV_CUDA_IGEMM_WGMMA_STORE_TILE_SM90_CUH_
 #define JAXCONV_CUDA_IGEMM_WGMMA_STORE_TILE_SM90_CUH_
 
 #include <cstdint>
-#include <cstring>
 
 #include "cuda/common/element.cuh"
 #include "cuda/common/epilogue.cuh"
-#include "cuda/igemm_wgmma/store_fused_sm90.cuh"
+#include "cuda/common/finish_staged.cuh"
+#include "cuda/common/pick_sums.cuh"
+#include "cuda/igemm_wgmma/destination_sm90.cuh"
+#include "cuda/igemm_wgmma/finish_sm90.cuh"
+#include "cuda/igemm_wgmma/staging_sm90.cuh"
 #include "cuda/igemm_wgmma/tile_walk.cuh"
 #include "cuda/ptx/lane.cuh"
 #include "cuda/ptx/shared_memory.cuh"
-#include "cuda/ptx/wgmma_sm90.cuh"
 
 namespace jaxconv::igemm_wgmma {
 
-// The output position of a tile's row: the offset of its first column, or negative, and its row
-// number in the output.
-struct RowPlace {
-  int64_t offset;
-  int32_t row;
+// The parts in which a clamped tile passes through shared memory: 64 columns, or 32 if a warp's
+// staging is 2 KB or if registers are too few for a loaded residual of 64. At most the last half of
+// the staging holds the scale and bias of kPart columns.
+template <class Tile, bool kAdds>
+struct ClampedSteps {
+  static constexpr int kTerms = Tile::kStagingBytes / 16;
+  static constexpr int kPart = Tile::kTileN < kTerms ? Tile::kTileN : kTerms;
+  static constexpr int kTermsAt = Tile::kStagingBytes - kPart * 8;
+  static constexpr bool kWide = kTermsAt >= 2048 && !(kAdds && Tile::kAccumulators >= 160);
+  static constexpr int kColumns = kWide ? 64 : 32;
+  static_assert(kPart % kColumns == 0 && Tile::kTileN % kColumns == 0);
 };
 
-// Stores a warp's sixteen rows of 128 bytes as output of type T: rounds them, stages them in 2 KB
-// (16-bit results by stmatrix), and stores 16 bytes a lane, eight lanes a row. Against bank
-// conflicts, chunk c of row r lies at c ^ r % 8 (float32: c ^ 2 (r % 4)). dst[p]: the output offset
-// of row 4 p + lane / 8 at this lane's columns, or negative.
-template <typename T>
-__device__ __forceinline__ void StoreRounded(const float* acc, uint32_t staging, T* out,
-                                             const int64_t (&dst)[4], bool inside) {
-  const int lane = Lane();
-  auto chunk_address = [&](int row, int chunk) {
-    return staging + row * 128 + (chunk ^ (sizeof(T) == 2 ? row % 8 : row % 4 * 2)) * 16;
-  };
-  if constexpr (sizeof(T) == 2) {
-    const int row = lane % 16;
-#pragma unroll
-    for (int j = 0; j < 8; j += 2) {
-      StoreMatrices(chunk_address(row, j + lane / 16), PackPair<T>(acc[4 * j], acc[4 * j + 1]),
-                    PackPair<T>(acc[4 * j + 2], acc[4 * j + 3]),
-                    PackPair<T>(acc[4 * j + 4], acc[4 * j + 5]),
-                    PackPair<T>(acc[4 * j + 6], acc[4 * j + 7]));
-    }
-  } else {
-    const int g = lane / 4, t = lane % 4;
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      const uint32_t at = chunk_address(g, 2 * j + t / 2) + t % 2 * 8;
-      StorePair(at, acc[4 * j], acc[4 * j + 1]);
-      StorePair(at + 8 * 128, acc[4 * j + 2], acc[4 * j + 3]);
-    }
+// Whether StageTerms has written the scale and bias of a pingpong tile to its warps' staging before
+// the tile is stored.
+template <typename T, class Tile>
+__device__ constexpr bool TermsAreStaged() {
+  if constexpr (sizeof(T) == 2 && Tile::kPingpong && !Tile::kSwapAb) {
+    return ClampedSteps<Tile, false>::kPart == Tile::kTileN;
   }
-  __syncwarp();
-  uint4 chunk[4];
-#pragma unroll
-  for (int p = 0; p < 4; ++p) {
-    LoadShared<0>(chunk_address(p * 4 + lane / 8, lane % 8), reinterpret_cast<float*>(&chunk[p]));
-  }
-#pragma unroll
-  for (int p = 0; p < 4; ++p) {
-    if (inside && dst[p] >= 0) *reinterpret_cast<uint4*>(out + dst[p]) = chunk[p];
+  return false;
+}
+
+// Writes a tile's scale and bias to a warp's staging. If the consumer waits for its turn, this
+// happens before the tile is multiplied and hides their latency from the store.
+template <typename T, class Tile, class Epilogue>
+__device__ __forceinline__ void StageTerms(const Params& params, const TilePlace& place,
+                                           uint32_t staging) {
+  if constexpr (!Epilogue::kPlain && TermsAreStaged<T, Tile>()) {
+    StagedTerms<Tile::kTileN>{staging + ClampedSteps<Tile, false>::kTermsAt}.Load(
+        params, place, place.n_tile * Tile::kTileN);
   }
 }
 
-// Stores sixteen rows of 256 columns as 16-bit output, like StoreRounded but in whole rows: a warp
-// stores one run of 512 bytes, up to 5 % faster than four runs of 128. It stages eight rows at a
-// time in 4 KB. `row_place(r)`: the RowPlace of row r.
-template <typename T, typename RowPlaceOf>
-__device__ __forceinline__ void StoreRoundedRows(const float (&acc)[128], uint32_t staging, T* out,
-                                                 RowPlaceOf row_place, int columns) {
-  const int lane = threadIdx.x % 32;
-  auto chunk_address = [&](int row, int chunk) {
-    return staging + row * 512 + (chunk ^ row % 8) * 16;
-  };
+// A warp's part of a tile.
+template <Op kOp, typename T, class Tile>
+struct TileStore {
+  const Params& params;
+  const TilePlace& place;
+  const ResidueClass& of;
+  const typename Tile::Accumulators& acc;
+  const int32_t row;       // the warpgroup's first
+  const uint32_t staging;  // the warp's
+  const int32_t m_first = row + static_cast<int32_t>(threadIdx.x / 32 % 4 * 16);  // the warp's row
+  const int32_t n_first = place.n_tile * Tile::kTileN;
+  const int32_t columns = params.gemm_n - n_first;  // of the output from the tile's first on
+
+  __device__ __forceinline__ int32_t DecodedRow(int block, uint32_t lane) const {
+    return OutputRow<kOp>(params, of, m_first + block * 64 + Tile::PixelOf(lane % 16));
+  }
+  // `decoded`: the lane's DecodedRow.
+  template <class Destination>
+  static __device__ __forceinline__ void FindRows(int32_t decoded, Destination* to) {
+    to->Find([&](int i) { return __shfl_sync(0xffffffff, decoded, to->staged.Row(i)); });
+  }
+
+  // Without an epilogue. kWholeRows: stores whole 16-bit rows of 256 columns.
+  template <bool kWholeRows, bool kPartial>
+  __device__ __forceinline__ void Sums() const {
+    constexpr bool kStaged = Tile::kStagingBytes >= 4096, kTwoBuffers = kStaged;
+    const uint32_t lane = Lane();
 #pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    __syncwarp();
+    for (int i = 0; i < Tile::kBlocks; ++i) {
+      const int32_t decoded = DecodedRow(i, lane);
+      if constexpr (sizeof(T) == 4) {
+        if constexpr (Tile::kPingpong || (kPartial && !kStaged)) {
+          Fragments(i, lane, decoded);
+        } else if constexpr (kPartial) {
+          Rows<float, false>(FloatRows<64>(staging, lane), i, decoded);
+        } else {
+          Rows<float, kTwoBuffers>(FloatRows<32>(staging, lane), i, decoded);
+        }
+      } else if (kPartial || params.out_is_f32) {
+        if constexpr (kStaged) {
+          Rows<float, false>(FloatRows<64>(staging, lane), i, decoded);
+        } else {
+          Fragments(i, lane, decoded);
+        }
+      } else if constexpr (kWholeRows) {
+        static_assert(Tile::kTileN == 256);
 #pragma unroll
-    for (int j = 0; j < 32; j += 4) {
-      const float* d = acc + 4 * j + 2 * half;
-      StoreMatrices(chunk_address(lane % 8, j + lane / 8), PackPair<T>(d[0], d[1]),
-                    PackPair<T>(d[4], d[5]), PackPair<T>(d[8], d[9]), PackPair<T>(d[12], d[13]));
-    }
-    __syncwarp();
-    uint4 chunk[8];
+        for (int half = 0; half < 2; ++half) {
+          const WholeRows rows{staging, lane, half};
+          RowVectors<T, WholeRows> to(params, place, n_first, rows);
+          FindRows(decoded, &to);
+          rows.Sync();
 #pragma unroll
-    for (int row = 0; row < 8; ++row) chunk[row] = LoadChunk(chunk_address(row, lane));
-#pragma unroll
-    for (int row = 0; row < 8; ++row) {
-      const int64_t offset = row_place(half * 8 + row).offset;
-      if (offset >= 0 && lane * 8 < columns) {
-        *reinterpret_cast<uint4*>(out + offset + lane * 8) = chunk[row];
+          for (int j = 0; j < 8; ++j) rows.Write<T>(j, acc.Columns(i, j * 32));
+          rows.Sync();
+          StoreVectors<8>(rows, params.out, to, 0);
+        }
+      } else {
+        Rows<T, kTwoBuffers>(RoundedRows<64>{staging, lane}, i, decoded);
       }
     }
   }
-}
 
-// Stores sixteen rows by 64 columns through 4 KB of float32, with an epilogue, for 16-bit and
-// 32-bit outputs. `row_place(r)`: the RowPlace of row r; `channel0`: the output channel of column
-// 0.
-template <typename Out, class Epilogue, typename RowPlaceOf>
-__device__ __forceinline__ void StoreFinished(const float* acc, uint32_t staging, Out* out,
-                                              const Epilogue& epilogue, RowPlaceOf row_place,
-                                              int columns, int channel0) {
-  constexpr int kWidth = 16 / sizeof(Out);
-  constexpr int kLanesOfRow = 64 / kWidth;
-  constexpr int kRowsOfPass = 32 / kLanesOfRow;
-  const int lane = Lane();
-  const int g = lane / 4, t = lane % 4;
-  auto chunk_address = [&](int row, int chunk) {
-    return staging + row * 256 + (chunk ^ (row % 4 * 2)) * 16;
-  };
-  __syncwarp();
+  // Stores a block in steps of one or two buffers of 2 KB, or one of 4 KB. A warp barrier separates
+  // the reads of a buffer from the next writes to it; with two buffers, the barrier of the other
+  // buffer serves.
+  template <typename Out, bool kTwoBuffers, class Staging>
+  __device__ __forceinline__ void Rows(Staging rows, int i, int32_t decoded) const {
+    RowVectors<Out, Staging> to(params, place, n_first, rows);
+    FindRows(decoded, &to);
 #pragma unroll
-  for (int j = 0; j < 8; ++j) {
-    const uint32_t at = chunk_address(g, 2 * j + t / 2) + t % 2 * 8;
-    StorePair(at, acc[4 * j], acc[4 * j + 1]);
-    StorePair(at + 8 * 256, acc[4 * j + 2], acc[4 * j + 3]);
-  }
-  __syncwarp();
-  const int column = lane % kLanesOfRow * kWidth;
-#pragma unroll
-  for (int p = 0; p < 16 / kRowsOfPass; ++p) {
-    const int row = p * kRowsOfPass + lane / kLanesOfRow;
-    float values[kWidth];
-#pragma unroll
-    for (int q = 0; q < kWidth / 4; ++q) {
-      LoadShared<0>(chunk_address(row, column / 4 + q), &values[q * 4]);
+    for (int c = 0; c < Tile::kTileN; c += Staging::kColumns) {
+      if (c >= columns) break;
+      if (!kTwoBuffers || c == 0) rows.Sync();
+      if (kTwoBuffers) rows.staging = staging + c / Staging::kColumns % 2 * 2048;
+      if constexpr (sizeof(Out) == 4) {
+        rows.Write(acc.Columns(i, c));
+      } else {
+        StageFragments<4>(rows, Round<T>(), 0, acc.Columns(i, c));
+      }
+      rows.Sync();
+      auto* at = static_cast<Out*>(params.out);
+      if constexpr (Tile::kPatches && sizeof(Out) == 2) {
+        // Rows of a patch are whole vectors.
+        at += int64_t{params.patch_row.Div(n_first + c + rows.Column())} * params.patch_skip;
+      }
+      StoreVectors<4>(rows, at, to, c);
     }
-    const RowPlace at = row_place(row);
-    if (at.offset < 0 || column >= columns) continue;
-    Out elements[kWidth];
-#pragma unroll
-    for (int e = 0; e < kWidth; ++e) {
-      elements[e] = FromFloat<Out>(epilogue.template operator()<Out>(
-          values[e],
-          OutputPlace{at.offset + column + e, at.row, channel0 + column + e, /*inside=*/true}));
-    }
-    uint4 packed;
-    memcpy(&packed, elements, sizeof(packed));
-    *reinterpret_cast<uint4*>(out + at.offset + column) = packed;
   }
-}
 
-// Stores float32 results from the fragments. A warp stores eight rows of 32 bytes (four lanes, a
-// whole sector). This leaves the throughput of shared memory to the other warpgroup's operands.
-// `upper`, `lower`: rows lane / 4 and lane / 4 + 8.
-template <class Epilogue>
-__device__ __forceinline__ void StoreFragments(const float* acc, float* out,
-                                               const Epilogue& epilogue, const RowPlace& upper,
-                                               const RowPlace& lower, int columns, int channel0) {
-  const int lane = Lane();
-#pragma unroll
-  for (int j = 0; j < 8; ++j) {
-    const int column = 8 * j + lane % 4 * 2;
-    if (column >= columns) break;
+  // Stores a block of float32 sums without a staging. A warp stores eight rows of 32 bytes (four
+  // lanes, a whole sector). This leaves the throughput of shared memory to the other warpgroup's
+  // operands.
+  __device__ __forceinline__ void Fragments(int i, uint32_t lane, int32_t decoded) const {
+    const int64_t base = place.OutputOffset(params, n_first);
+    int64_t offset[2];  // of rows g and g + 8
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const RowPlace& at = half == 0 ? upper : lower;
-      if (at.offset < 0) continue;
-      float pair[2];
+      const int32_t m = __shfl_sync(0xffffffff, decoded, lane / 4 + half * 8);
+      offset[half] = m < 0 ? -1 : base + int64_t{m} * params.out_channels;
+    }
 #pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        pair[e] = epilogue.template operator()<float>(
-            acc[4 * j + 2 * half + e],
-            OutputPlace{at.offset + column + e, at.row, channel0 + column + e, /*inside=*/true});
+    for (int c = 0; c < Tile::kTileN; c += 64) {
+      if (c >= columns) break;
+      const float* const sums = acc.Columns(i, c);
+#pragma unroll
+      for (int j = 0; j < 8; ++j) {
+        const int column = static_cast<int>(c + 8 * j + lane % 4 * 2);
+        if (column >= columns) break;
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          if (offset[half] < 0) continue;
+          *reinterpret_cast<float2*>(static_cast<float*>(params.out) + offset[half] + column) =
+              make_float2(sums[4 * j + 2 * half], sums[4 * j + 2 * half + 1]);
+        }
       }
-      *reinterpret_cast<float2*>(out + at.offset + column) = make_float2(pair[0], pair[1]);
     }
   }
-}
 
-// Stores a warpgroup's part of a finished tile. kWholeRows: stores whole 16-bit rows of 256
-// columns.
-template <Op kOp, typename T, class Tile, bool kWholeRows = false, class Epilogue>
-__device__ __forceinline__ void StoreTile(const Params& params, const TilePlace& place,
-                                          const ResidueClass& of,
-                                          const typename Tile::Accumulators& acc, int32_t m_first,
-                                          uint32_t staging, const Epilogue& epilogue) {
+  // kAdds: there is a residual. It is read from global memory in rows, one step ahead, and passes
+  // through the staging of the results.
+  template <bool kAdds>
+  __device__ __forceinline__ void Clamped() const {
+    using Steps = ClampedSteps<Tile, kAdds>;
+    using Rows = RoundedRows<Steps::kColumns>;
+    constexpr int kColumns = Steps::kColumns, kPart = Steps::kPart, kChunks = kPart / kColumns;
+    constexpr int kVectors = Rows::kVectors;
+    // With 192 accumulators, no registers are left to load the next part's residual ahead.
+    constexpr bool kAhead = Tile::kAccumulators <= 160;
+    const uint32_t lane = Lane();
+    const Rows rows{staging, lane};
+    const StagedTerms<kPart> staged_terms{staging + Steps::kTermsAt};
+    const LaneTerms terms{staged_terms.at, lane};
+    const PairBounds<T> bounds(params.epilogue.activation);
+    RowVectors<T, Rows> to(params, place, n_first, rows);
+    uint4 ahead[kVectors] = {};
+    auto load_residual = [&](int c) {
+#pragma unroll
+      for (int i = 0; i < kVectors; ++i) {
+        if (to.Stored(i, c)) ahead[i] = *to.At(params.epilogue.residual, i, c);
+      }
+    };
+#pragma unroll
+    for (int part = 0; part < Tile::kTileN; part += kPart) {
+      if (part > 0 && part >= columns) break;
+      // One after another, the blocks of the part.
+#pragma unroll
+      for (int step = 0; step < Tile::kBlocks * kChunks; ++step) {
+        const int block = step / kChunks, c = part + step % kChunks * kColumns;
+        if (c >= Tile::kTileN || c >= columns) continue;
+        if (c == part) {
+          FindRows(DecodedRow(block, lane), &to);
+          if constexpr (kAdds && kAhead) load_residual(c);
+        }
+        rows.Sync();
+        if constexpr (!TermsAreStaged<T, Tile>()) {
+          if (step == 0) staged_terms.Load(params, place, n_first + part);
+        }
+        if constexpr (kAdds) {
+          if (!kAhead) load_residual(c);
+#pragma unroll
+          for (int i = 0; i < kVectors; ++i) rows.WriteVector(i, ahead[i]);
+          if (kAhead && c + kColumns < part + kPart && c + kColumns < Tile::kTileN) {
+            load_residual(c + kColumns);
+          }
+        }
+        if (kAdds || step == 0) rows.Sync();
+        StageFragments<kColumns / 16>(rows, Clamp<T, LaneTerms, kAdds>{terms, bounds}, c - part,
+                                      acc.Columns(block, c));
+        rows.Sync();
+        // As many vectors at once as the registers hold.
+        StoreVectors<kAhead || !kAdds ? kVectors : 1>(rows, params.out, to, c);
+      }
+    }
+  }
+
+  // A loop handles 64 columns a turn (32 where registers or staging are short) and picks the sums by
+  // uniform branches. A second result, the pre-activation t, takes a turn of its own.
+  __device__ __forceinline__ void Activated() const {
+    constexpr int kColumns = Tile::kStagingBytes >= 4096 && Tile::kAccumulators <= 128 ? 64 : 32;
+    // Columns that are activated at once.
+    constexpr int kAtOnce = Tile::kAccumulators > 160 ? 16 : kColumns,
+                  kParts = Tile::kTileN / kAtOnce;
+    using Steps = ClampedSteps<Tile, false>;
+    using Rows = RoundedRows<kColumns>;
+    constexpr int kPart = Steps::kPart;
+    static_assert(kPart % kColumns == 0 && Tile::kTileN % kColumns == 0);
+    const EpilogueParams& with = params.epilogue;
+    const uint32_t lane = Lane();
+    const Rows rows{staging, lane};
+    const StagedTerms<kPart> staged_terms{staging + Steps::kTermsAt};
+    const LaneTerms terms{staged_terms.at, lane};
+    const int32_t end = min(columns, Tile::kTileN);
+    RowVectors<T, Rows> to(params, place, n_first, rows);
+#pragma unroll 1
+    for (int32_t part = 0; part < end; part += kPart) {
+      rows.Sync();  // the previous terms and rows have been read
+      if constexpr (!TermsAreStaged<T, Tile>()) staged_terms.Load(params, place, n_first + part);
+#pragma unroll 1
+      for (int block = 0; block < Tile::kBlocks; ++block) {
+        FindRows(DecodedRow(block, lane), &to);
+        FusedTurns turns(with, (min(end - part, kPart) + kColumns - 1) / kColumns);
+#pragma unroll 1
+        for (; turns.More(); turns.Next()) {
+          const int32_t c = part + turns.Part() * kColumns;
+          const bool activates = turns.Activates();
+          rows.Sync();
+          if (with.residual != nullptr) {
+#pragma unroll
+            for (int i = 0; i < Rows::kVectors; ++i) {
+              uint4 added{};
+              if (to.Stored(i, c)) added = *to.At(with.residual, i, c);
+              rows.WriteVector(i, added);
+            }
+            rows.Sync();
+          }
+#pragma unroll
+          for (int first = 0; first < kColumns; first += kAtOnce) {
+            float t[kAtOnce / 2];
+            PickSums<0, Tile::kBlocks * kParts>(
+                block * kParts + (c + first) / kAtOnce,
+                [&](int i, int e) { return acc.Columns(i / kParts, i % kParts * kAtOnce)[e]; }, t);
+            ActivateFragments<T>(with, activates, terms, c - part + first, t, rows, first / 16,
+                                 [] {});
+          }
+          rows.Sync();
+          StoreVectors<1>(rows, activates ? params.out : with.pre, to, c);
+        }
+      }
+    }
+  }
+
+  // Passes through the staging 16 rows by 64 or 32 columns at a time. The loop is not unrolled, so
+  // that the code has one copy of the epilogue; a uniform branch picks the accumulators.
+  __device__ __forceinline__ void Staged() const {
+    constexpr int kColumns = Tile::kStagingBytes < 4096 ? 32 : 64;
+    static_assert(Tile::kStagingBytes >= 16 * kColumns * 4);
+    // With 192 accumulators, 48 registers are left for everything else.
+    constexpr bool kAhead = Tile::kAccumulators < 160;
+    constexpr int kBytes = Tile::kAccumulators > 160 ? 8 : 16;
+    using Rows = StagedRows<T, kColumns, kBytes>;
+    const Rows rows{staging};
+    const FusedEpilogue epilogue(params.epilogue);
+    const int lane = Lane();
+    const int64_t base = place.OutputOffset(params, n_first);
+#pragma unroll 1
+    for (int block = 0; block < Tile::kBlocks; ++block) {
+      const int32_t decoded = DecodedRow(block, lane);
+#pragma unroll 1
+      for (int c = 0; c < Tile::kTileN && c < columns; c += kColumns) {
+        const int column = c + Rows::Column(lane);
+        const bool inside = column < columns;
+        auto offset_of = [&](int i) -> int64_t {
+          const int32_t m = __shfl_sync(0xffffffff, decoded, Rows::Row(lane, i));
+          return m < 0 || !inside ? -1 : base + int64_t{m} * params.out_channels + column;
+        };
+        const StagedVectors<T, Rows::kVectors, kAhead, kAhead ? Rows::kVectors : 1, kBytes> vectors(
+            epilogue, place.group * params.gemm_n + n_first + column, inside, offset_of);
+        __syncwarp();
+#pragma unroll
+        for (int i = 0; i < Tile::kBlocks; ++i) {
+#pragma unroll
+          for (int k = 0; k < Tile::kTileN; k += kColumns) {
+            if (i == block && k == c) rows.Store(lane, acc.Columns(i, k));
+          }
+        }
+        __syncwarp();
+        vectors.Finish(epilogue, static_cast<T*>(params.out), offset_of, [&](int i, int q) {
+          return rows.Quad(Rows::Row(lane, i), Rows::Column(lane) / 4 + q);
+        });
+      }
+    }
+  }
+};
+
+// Stores a warp's part of a finished tile.
+template <bool kWholeRows = false, class Epilogue, Op kOp, typename T, class Tile>
+__device__ __forceinline__ void StoreTile(const TileStore<kOp, T, Tile>& tile,
+                                          const Epilogue& epilogue) {
+  bool stored = false;
   if constexpr (!Epilogue::kPlain) {
     if (!epilogue.partial) {
-      StoreFusedTile<kOp, T, Tile>(params, place, of, acc, m_first, staging, epilogue.Whole());
-      FinishTile<Tile>(params, place, of, epilogue);
-      return;
-    }
-  }
-  const int lane = Lane();
-  const int32_t n_first = place.n_tile * Tile::kTileN;
-  const int64_t base = place.OutputOffset(params, n_first);
-  // Each lane decodes one of the warp's rows, once; shuffles distribute the result.
-  int32_t decoded[(Tile::kBlocks + 1) / 2];
-#pragma unroll
-  for (int i = 0; i < (Tile::kBlocks + 1) / 2; ++i) {
-    decoded[i] =
-        OutputRow<kOp>(params, of, m_first + (2 * i + lane / 16) * 64 + Tile::PixelOf(lane % 16));
-  }
-  auto row_place = [&](int block, int row) -> RowPlace {
-    const int32_t m = __shfl_sync(0xffffffff, decoded[block / 2], block % 2 * 16 + row);
-    return {m < 0 ? -1 : base + int64_t{m} * params.out_channels, m};
-  };
-  const int channel0 = place.group * params.gemm_n + n_first;
-  constexpr bool kPlain = Epilogue::kPlain;
-  const PlainEpilogue sums(params.epilogue);
-  // Stores rows of 128 bytes, a block's columns from c on, through one or two buffers of 2 KB. A
-  // warp barrier separates the reads of a buffer from the next writes to it; with two buffers, the
-  // barrier of the other buffer serves.
-  auto store_rounded = [&](const float* chunk, int c, const int64_t (&dst)[4]) {
-    constexpr int kColumns = 128 / sizeof(T), kBuffers = Tile::kStagingBytes < 4096 ? 1 : 2;
-    if (kBuffers == 1 || c == 0) __syncwarp();
-    T* out = static_cast<T*>(params.out) + c;
-    if constexpr (Tile::kPatches) {
-      // Rows of a patch are whole vectors.
-      out += int64_t{params.patch_row.Div(n_first + c + lane % 8 * 8)} * params.patch_skip;
-    }
-    StoreRounded(chunk, staging + c / kColumns % kBuffers * 2048, out, dst,
-                 n_first + c + lane % 8 * (kColumns / 8) < params.gemm_n);
-  };
-  auto rounded_offsets = [&](int i, int64_t (&dst)[4]) {
-#pragma unroll
-    for (int p = 0; p < 4; ++p) {
-      dst[p] = row_place(i, 4 * p + lane / 8).offset;
-      if (dst[p] >= 0) dst[p] += lane % 8 * (16 / int{sizeof(T)});
-    }
-  };
-#pragma unroll
-  for (int i = 0; i < Tile::kBlocks; ++i) {
-    if constexpr (sizeof(T) == 4 && Tile::kPingpong) {
-      const RowPlace upper = row_place(i, lane / 4), lower = row_place(i, lane / 4 + 8);
-#pragma unroll
-      for (int c = 0; c < Tile::kTileN; c += 64) {
-        const int columns = params.gemm_n - n_first - c;
-        if (columns <= 0) break;
-        StoreFragments(acc.Columns(i, c), static_cast<float*>(params.out) + c, sums, upper, lower,
-                       columns, channel0 + c);
-      }
-    } else if (kPlain && (sizeof(T) == 4 || !params.out_is_f32)) {
-      if constexpr (kWholeRows) {
-        static_assert(Tile::kTileN == 256 && sizeof(T) == 2);
-        StoreRoundedRows(
-            acc.first[i], staging, static_cast<T*>(params.out),
-            [&](int row) { return row_place(i, row); }, params.gemm_n - n_first);
+      if constexpr (sizeof(T) == 4) {
+        tile.Staged();
+      } else if (!Clamps(tile.params.epilogue)) {
+        tile.Activated();
+      } else if (tile.params.epilogue.residual == nullptr) {
+        tile.template Clamped<false>();
       } else {
-        int64_t dst[4];
-        rounded_offsets(i, dst);
-#pragma unroll
-        for (int c = 0; c < Tile::kTileN; c += 128 / int{sizeof(T)}) {
-          if (n_first + c >= params.gemm_n) break;
-          store_rounded(acc.Columns(i, c), c, dst);
-        }
+        tile.template Clamped<true>();
       }
-    } else if constexpr (!kPlain || sizeof(T) == 2) {
-#pragma unroll
-      for (int c = 0; c < Tile::kTileN; c += 64) {
-        const float* chunk = acc.Columns(i, c);
-        const int columns = params.gemm_n - n_first - c;
-        if (columns <= 0) break;
-        auto place_of = [&](int row) -> RowPlace {
-          const RowPlace at = row_place(i, row);
-          return {at.offset < 0 ? at.offset : at.offset + c, at.row};
-        };
-        if constexpr (Tile::kStagingBytes < 4096) {
-          StoreFragments(chunk, static_cast<float*>(params.out) + c, sums, row_place(i, lane / 4),
-                         row_place(i, lane / 4 + 8), columns, channel0 + c);
-        } else if (params.out_is_f32) {
-          StoreFinished(chunk, staging, static_cast<float*>(params.out), sums, place_of, columns,
-                        channel0 + c);
-        }
-      }
+      stored = true;
     }
   }
-  FinishTile<Tile>(params, place, of, epilogue);
+  if (!stored) tile.template Sums<kWholeRows, !Epilogue::kPlain>();
+  FinishTile<Tile>(tile.params, tile.place, tile.of, epilogue);
 }
 
 }  // namespace jaxconv::igemm_wgmma

@@ -157,10 +157,10 @@ __device__ __forceinline__ void ConsumeThreeTf32(const Params& params, uint32_t 
     const ResidueClass& of = params.residue_class[place.residue_class];
     const int32_t k_blocks = KBlocksOf<kOp, Tile>(params, place);
     auto store = [&](const typename Tile::Accumulators& results) {
-      StoreTile<kOp, float, Tile>(
-          params, place, of, results, place.m_tile * Tile::kTileM + warp * 16,
-          ring + Tile::kStagingAt + warp * Tile::kStagingBytes,
-          MakeEpilogue<Epilogue>(params.epilogue, params.slice_elements > 0));
+      StoreTile(TileStore<kOp, float, Tile>{params, place, of, results,
+                                            place.m_tile * Tile::kTileM + warp / 4 * 64,
+                                            ring + Tile::kStagingAt + warp * Tile::kStagingBytes},
+                MakeEpilogue<Epilogue>(params.epilogue, params.slice_elements > 0));
     };
     if (k_blocks == 0) {
       if constexpr (kStoresZeros<kOp, Tile>) {
