@@ -11,7 +11,8 @@ set(JAXCONV_SM90_INSTANCES_OF_UNIT 8)
 
 # ALL, or EACH_FORM: one instance of each form of a device kernel, for each operation and width of
 # operands. The library then lacks most tiles, whose launches return an error; it is for builds that
-# only check the sources. These instances are few, so those of all types and headers share units.
+# only check the sources. Few of them share a type and a header, so units have all types and headers of
+# a family: 21 units for 58, which saves 2.5 s of processor time for each.
 set(JAXCONV_CUDA_INSTANCES ALL CACHE STRING "Instances of the CUDA kernels: ALL or EACH_FORM")
 set_property(CACHE JAXCONV_CUDA_INSTANCES PROPERTY STRINGS ALL EACH_FORM)
 
