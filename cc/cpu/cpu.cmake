@@ -9,6 +9,7 @@ jaxconv_python(
 )
 if(ONEDNN_HEADER AND ONEDNN_LIBRARY)
   get_filename_component(ONEDNN_INCLUDE "${ONEDNN_HEADER}" DIRECTORY)
+  jaxconv_kept(ONEDNN_INCLUDE "${ONEDNN_INCLUDE}" "dnnl*")
   find_package(OpenMP REQUIRED COMPONENTS CXX)
   jaxconv_platform(cpu CpuPlatform ${JAXCONV_CPU_SOURCES})
   target_include_directories(jaxconv_cpu SYSTEM PRIVATE "${ONEDNN_INCLUDE}")

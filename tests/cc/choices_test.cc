@@ -20,7 +20,8 @@
 // The test fails if a line differs, if a prediction is off by more than a quarter, if an
 // instance is chosen that has no line, and if never_chosen.tsv changes.
 //
-//     choices_test [FOLDER]          compares the tables of FOLDER (default: this file's folder)
+//     choices_test [FOLDER...]       compares the tables of each FOLDER (default: this file's
+//                                    folder)
 //     choices_test --write [FOLDER]  writes choices.tsv and never_chosen.tsv
 //     choices_test --select          writes an answer for each line (GPU, key, algorithm) of
 //                                    standard input: the selection, for tools/bench_problems.py;
@@ -362,7 +363,7 @@ int Compare() {
     std::printf("FAIL never_chosen.tsv is\n%sand should be\n%s", never.str().c_str(),
                 expected.c_str());
   }
-  std::printf("choices_test: %zu lines, %zu problems of the benches, %d failures\n",
+  std::printf("%s: %zu lines, %zu problems of the benches, %d failures\n", Folder().c_str(),
               table.lines.size(), bench.size(), failures);
   return failures != 0 || table.lines.empty() || bench.empty();
 }
@@ -428,8 +429,14 @@ int Answer() {
 
 int main(int argc, char** argv) {
   const std::string mode = argc > 1 && argv[1][0] == '-' ? argv[1] : "";
-  const int folder = mode.empty() ? 1 : 2;
+  int folder = mode.empty() ? 1 : 2;
   if (argc > folder) jaxconv::Folder() = argv[folder];
   if (mode == "--select") return jaxconv::Answer();
-  return mode == "--write" ? jaxconv::Write() : jaxconv::Compare();
+  if (mode == "--write") return jaxconv::Write();
+  int status = jaxconv::Compare();
+  while (++folder < argc) {
+    jaxconv::Folder() = argv[folder];
+    status |= jaxconv::Compare();
+  }
+  return status;
 }

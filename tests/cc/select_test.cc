@@ -310,6 +310,58 @@ void TestTensorCoreRefusals() {
   Expect(fits.instance.find("128x256") == std::string::npos, "99 KB do not hold 128x256");
 }
 
+// Reasons of instances for groups, which selection seldom reports: other instances take the problem.
+void TestRefusalsOfGroups() {
+  constexpr const char* kToeplitz = "fprop_depthwise_bf16_8ch_toeplitz_33_wgmma";
+  constexpr const char* kGather = "fprop_block_diagonal_bf16_16ch_256px";
+  constexpr const char* kWgrad = "wgrad_block_diagonal_bf16_16ch_3x3";
+  const struct {
+    const char *instance, *key, *reason;
+  } rows[] = {
+      {kToeplitz,
+       "fprop bf16:bf16:bf16 default b1 n1 g12 c12 k12 i33x33 f5x5 o33x33 s1x1 l1x1 d1x1 p2_2x2_2",
+       "expected K = C in multiples of 8, got K 12 and C 12"},
+      {kToeplitz,
+       "fprop bf16:bf16:bf16 default b1 n1 g16 c16 k16 i2x33x33 f1x5x5 o2x33x33 s1x1x1 l1x1x1 "
+       "d1x1x1 p0_0x2_2x2_2",
+       "expected tensors without a depth"},
+      {kToeplitz,
+       "fprop bf16:bf16:f32 default b1 n1 g16 c16 k16 i33x33 f5x5 o33x33 s1x1 l1x1 d1x1 p2_2x2_2",
+       "stores results of the operands' type"},
+      {kToeplitz,
+       "fprop bf16:bf16:bf16 default b1 n1 g16 c16 k16 i9x9 f5x5 o17x17 s1x1 l2x2 d1x1 p2_2x2_2",
+       "expected inputs without dilation"},
+      {kToeplitz,
+       "fprop bf16:bf16:bf16 default b1 n1 g16 c16 k16 i33x33 f5x41 o33x33 s1x1 l1x1 d1x1 "
+       "p2_2x20_20",
+       "columns, got 5x41"},
+      {kToeplitz,
+       "fprop bf16:bf16:bf16 default b1 n1 g16 c16 k16 i33x33 f5x5 o33x29 s1x1 l1x1 d1x1 p2_2x-1_1",
+       "columns on either side of a pixel, got -1 and 5"},
+      {kGather,
+       "fprop bf16:bf16:bf16 default b1 n1 g4 c16 k32 i9x9 f3x3 o9x9 s1x1 l1x1 d1x1 p1_1x1_1",
+       "expected as many output as input channels in a group, got 8 and 4"},
+      {kGather,
+       "fprop bf16:bf16:bf16 default b1 n1 g2 c64 k64 i9x9 f3x3 o9x9 s1x1 l1x1 d1x1 p1_1x1_1",
+       "expected groups of 2 or more channels that divide 16, got 32"},
+      {kGather,
+       "fprop bf16:bf16:bf16 default b1 n1 g3 c12 k12 i9x9 f3x3 o9x9 s1x1 l1x1 d1x1 p1_1x1_1",
+       "expected channels in multiples of 8, got 12"},
+      {kWgrad,
+       "wgrad bf16:bf16:bf16 default b1 n1 g4 c16 k16 i9x9 f5x5 o9x9 s1x1 l1x1 d1x1 p2_2x2_2",
+       "expected a filter of 3x3, got 5x5"},
+  };
+  for (const auto& row : rows) {
+    const KernelDesc* const kernel = FindKernel(row.instance);
+    Plan plan;
+    const Status status = kernel == nullptr
+                              ? Status()
+                              : kernel->plan(*kernel, Parse(row.key), Model("h200"), 0, &plan);
+    Expect(Contains(status.message(), row.reason),
+           std::string(row.instance) + " on " + row.key + ": " + status.message());
+  }
+}
+
 void TestWorkspace() {
   const Gpu gpu = Model("h200");
   for (Op op : {Op::kFprop, Op::kDgrad}) {
@@ -449,6 +501,7 @@ int main() {
   jaxconv::TestClusters();
   jaxconv::TestPrecision();
   jaxconv::TestTensorCoreRefusals();
+  jaxconv::TestRefusalsOfGroups();
   jaxconv::TestWorkspace();
   jaxconv::TestAlgorithms();
   jaxconv::TestLastResort();

@@ -80,7 +80,11 @@ def test_measured_times_are_of_kernels_that_exist(table):
 
 # --- CMake reads the same tables ------------------------------------------------------------------
 
-UNIT = re.compile(r"^JAXCONV_((?:FUSED_)?INSTANCE|NOT_COMPILED)\((.*)\)$", re.MULTILINE)
+UNIT = re.compile(
+    r'^#include "cuda/\w+/(?P<header>\w+)\.cuh"$'
+    r"|^JAXCONV_(?P<macro>(?:FUSED_)?INSTANCE|NOT_COMPILED)\((?P<arguments>.*)\)$",
+    re.MULTILINE,
+)
 
 
 class Compiled(NamedTuple):
@@ -121,12 +125,14 @@ def units(folder, instances: str) -> list[Compiled]:
     assert ran.returncode == 0, ran.stderr
     found = []
     for unit in (*build.glob("*/*.cu"), *build.glob("*/*.cc")):
-        for macro, arguments in UNIT.findall(unit.read_text()):
-            *name, form = (a.strip() for a in f"{arguments},".split(",", 5)[:5])
-            header = unit.stem.partition("_")[2]
-            if not header.endswith("_sm90"):
-                header = header.partition("_")[2]  # after the type
-            found.append(Compiled(macro, *name, header, form))
+        header = ""
+        for line in UNIT.finditer(unit.read_text()):
+            if line["header"]:
+                header = line["header"]
+                assert header.endswith("_sm90") == unit.stem.endswith("_sm90"), unit
+            else:
+                *name, form = (a.strip() for a in f"{line['arguments']},".split(",", 5)[:5])
+                found.append(Compiled(line["macro"], *name, header, form))
     return found
 
 

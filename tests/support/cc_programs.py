@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import pathlib
+import random
 import re
 import shutil
 import subprocess
@@ -91,7 +92,9 @@ def built(program: pathlib.Path, objects: pathlib.Path, binary: pathlib.Path) ->
         compile_flags, link_flags = onednn_flags()
     flags = ["-std=c++17", "-Wall", "-Wextra", "-Werror", "-O1", "-I", str(CC), "-I", str(TESTS)]
     compiler = cpp_compiler()
-    linked = [str(compiled(compiler, flags + compile_flags, file, objects)) for file in files]
+    # Several processes compile the same sources at once: in different orders they meet seldom.
+    order = random.sample(files, len(files))
+    linked = [str(compiled(compiler, flags + compile_flags, file, objects)) for file in order]
     command = [compiler, *linked, "-o", str(binary), *link_flags]
     made = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
     assert made.returncode == 0, f"{' '.join(command)}\n{made.stderr[-8000:]}"
