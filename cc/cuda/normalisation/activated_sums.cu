@@ -19,6 +19,13 @@ struct ActivatedForm {
   static constexpr int kUnroll = kUnrollArg;
 };
 
+// 1 / (1 + exp(-x)) within 1e-5 of its value, in four instructions: Logistic of activation.cuh takes
+// 14 for 4 ulp, with which the sum would be bound by instructions and not by DRAM.
+__device__ __forceinline__ float QuickSigmoid(float x) {
+  constexpr float kLog2E = 1.44269502f;
+  return Reciprocal(1 + PowerOf2(x * -kLog2E));
+}
+
 // The grid and the threads are those of masked_sums.cu.
 template <class Tag>
 __global__ void __launch_bounds__(kPassThreads, 2)
@@ -56,9 +63,12 @@ __global__ void __launch_bounds__(kPassThreads, 2)
         y[u].Unpack(values);
 #pragma unroll
         for (int i = 0; i < kVector; ++i) values[i] = (values[i] - mean[i]) * scale[i] + offset[i];
-        ChannelVector<T>::Rounded(values).Unpack(values);
-        Activate(p.activation, p.slope, values);
-        ChannelVector<T>::Rounded(values).Unpack(values);
+        if (p.activation == Activation::kSilu) {
+#pragma unroll
+          for (int i = 0; i < kVector; ++i) values[i] *= QuickSigmoid(values[i]);
+        } else {
+          Activate(p.activation, p.slope, values);
+        }
 #pragma unroll
         for (int i = 0; i < kVector; ++i) sums[0][i] += values[i];
       }

@@ -1,9 +1,9 @@
 // The sums over positions of an activation that is not stored:
 //
-//     u = (y - mean) * scale + offset, rounded to y's type
-//     sum of activation(u), rounded to y's type
+//     sum of activation((y - mean) * scale + offset)
 //
-// as squeeze and excitation takes them of the result of a normalisation. The array is (segments,
+// in float32, without a rounding to y's type, as squeeze and excitation takes them of the result of a
+// normalisation. The array is (segments,
 // rows, channels), contiguous; absent vectors are 0, 1 and 0. The rows are divided as in
 // masked_sums.h.
 #ifndef JAXCONV_CUDA_NORMALISATION_ACTIVATED_SUMS_H_

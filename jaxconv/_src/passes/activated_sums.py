@@ -6,8 +6,8 @@ For an array y, channels last, and z, the result of a call of ``normalise`` of y
     sums = sum of z over the positions of each segment of the leading axis, float32
 
 as squeeze and excitation takes them. On NVIDIA GPUs one kernel reads y once, on each device its
-part, and computes z, rounded to y's type; XLA's sums over leading axes run at half of the memory's
-rate. The derivative is that of a sum of z. Elsewhere and under vmap, JAX operations sum z.
+part, and computes z in float32; XLA's sums over leading axes run at half of the memory's rate. The
+derivative is that of a sum of z. Elsewhere and under vmap, JAX operations sum z, which is rounded.
 """
 
 from __future__ import annotations
