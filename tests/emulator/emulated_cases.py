@@ -375,6 +375,13 @@ EPILOGUES = {
     "fprop_depthwise_f32_32ch_5x5_stride2": [(DEPTHWISE[3], "scale residual hard_swish", "")],
 }
 
+# 16-bit operands and float32 results, each of which igemm_wgmma stages in a way of its own, or not.
+FLOAT_RESULTS = {
+    "fprop_igemm_wgmma_f16_128x128x64_cooperative": DENSE,
+    "fprop_igemm_wgmma_f16_192x128x64_pingpong_c48": SEVERAL_TILES,
+    "fprop_igemm_wgmma_bf16_256x64x64_swap_ab": DENSE,
+}
+
 
 @dataclasses.dataclass(frozen=True)
 class Case:
@@ -490,6 +497,10 @@ def cases() -> Iterator[Case]:
             else:
                 key = p.line(Op(op), dtype) + words
             yield Case(instance, p.name, key, options)
+    for instance, p in FLOAT_RESULTS.items():
+        _, op, dtype, *_ = host_build.forms()[instance]
+        key = p.line(Op(op), dtype).replace(f"{dtype}:{dtype}:{dtype}", f"{dtype}:{dtype}:f32")
+        yield Case(instance, f"{p.name}_f32", key)
     for instance, of_instance in EPILOGUES.items():
         dtype = host_build.forms()[instance][2]
         for p, words, option in of_instance:
