@@ -22,6 +22,7 @@ import dataclasses
 import functools
 import importlib.util
 import itertools
+import multiprocessing
 import pathlib
 import sys
 from collections.abc import Iterator
@@ -485,6 +486,16 @@ def table(chosen: list[Spelling], of_target: str, forms: bool) -> int:
     return differ
 
 
+def _moved(program: tuple[Spelling, str]) -> int | str:
+    """The bytes that a program moves, or why it fails, whatever it raises."""
+    import jaxconv
+
+    try:
+        return moved_bytes(*program, jaxconv.fuse)
+    except Exception as error:
+        return f"{type(error).__name__}: {str(error).splitlines()[0]}"
+
+
 def bytes_table(chosen: list[Spelling], jobs: int) -> int:
     """Prints the bytes that each spelling's gradient moves on this GPU over its canonical one's.
 
@@ -495,21 +506,14 @@ def bytes_table(chosen: list[Spelling], jobs: int) -> int:
     Returns:
         The number of spellings whose program moves more than TOLERANCE too much or fails.
     """
-    import jaxconv
-
     chosen = [spelling for spelling in chosen if not spelling.missing]
     models = {canonical(spelling.meaning) for spelling in chosen}
     programs = [(s, order) for s in dict.fromkeys([*chosen, *models]) for order in ORDERS]
 
-    def moved(program: tuple[Spelling, str]) -> int | str:
-        # A spelling that fails is a row of the table, whatever it raises.
-        try:
-            return moved_bytes(*program, jaxconv.fuse)
-        except Exception as error:
-            return f"{type(error).__name__}: {str(error).splitlines()[0]}"
-
-    with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
-        of = dict(zip(programs, pool.map(moved, programs), strict=True))
+    # Tracing holds Python's lock, so each job is a process; a CUDA context survives no fork.
+    context = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(jobs, context) as pool:
+        of = dict(zip(programs, pool.map(_moved, programs, chunksize=4), strict=True))
     above, ratios = 0, []
     for spelling, order in itertools.product(chosen, ORDERS):
         here, model = of[spelling, order], of[canonical(spelling.meaning), order]
