@@ -11,7 +11,14 @@ from jaxconv._src.call import selection
 from jaxconv._src.conv import fused
 from jaxconv._src.int8 import int8_primitive
 from jaxconv._src.library import custom_call, native, retired
-from jaxconv._src.passes import activated_sums, masked_sums, max_pooling, moments, normalise_add
+from jaxconv._src.passes import (
+    activated_sums,
+    elementwise,
+    masked_sums,
+    max_pooling,
+    moments,
+    normalise_add,
+)
 from jaxconv._src.problem.spec import Op
 
 
@@ -30,6 +37,7 @@ def disabled_checks() -> list[jax.export.DisabledSafetyCheck]:
         fused.TARGET,
         int8_primitive.TARGET,
         activated_sums.TARGET,
+        elementwise.TARGET,
         masked_sums.TARGET,
         max_pooling.TARGET,
         max_pooling.GRADIENT_TARGET,

@@ -4,6 +4,7 @@
 #include <iterator>
 #include <string>
 
+#include "cuda/elementwise/plan.h"
 #include "cuda/normalisation/plan.h"
 #include "cuda/pooling/plan.h"
 
@@ -15,7 +16,8 @@ struct PassFamily {
   Status (*plan)(const PassKey& key, const Gpu& gpu, PassPlan* plan);
 };
 constexpr PassFamily kFamilies[] = {{normalisation::Kernels, normalisation::PlanOf},
-                                    {pooling::Kernels, pooling::PlanOf}};
+                                    {pooling::Kernels, pooling::PlanOf},
+                                    {elementwise::Kernels, elementwise::PlanOf}};
 
 }  // namespace
 

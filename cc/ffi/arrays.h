@@ -132,6 +132,23 @@ struct ActivatedSumsArrays : Arrays {
   Array sums = Result("sums");
 };
 
+// cuda/elementwise/elementwise.h: any number of operands and results, which have no names.
+class ElementwiseArrays {
+ public:
+  ElementwiseArrays(const ffi::RemainingArgs& operands, const ffi::RemainingRets& results)
+      : operands_(operands), results_(results) {}
+
+  Status CheckCounts() const { return {}; }  // the attributes name every array
+  int64_t operands() const { return static_cast<int64_t>(operands_.size()); }
+  int64_t results() const { return static_cast<int64_t>(results_.size()); }
+  Array Operand(int64_t at) const { return {"operand", *operands_.get<ffi::AnyBuffer>(at)}; }
+  Array Result(int64_t at) const { return {"result", **results_.get<ffi::AnyBuffer>(at)}; }
+
+ private:
+  const ffi::RemainingArgs& operands_;
+  const ffi::RemainingRets& results_;
+};
+
 // cuda/pooling/max_pool.h: x, maxima and operands of one type, the channels innermost, places of 8
 // bits, vectors of float32.
 struct MaxPoolArrays : Arrays {

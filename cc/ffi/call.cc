@@ -71,6 +71,7 @@ std::vector<CallArrays> AllCalls() {
           Named<MaskedSumsArrays>("jaxconv_masked_sums"),
           Named<MomentsArrays>("jaxconv_moments"),
           Named<ActivatedSumsArrays>("jaxconv_activated_sums"),
+          {"jaxconv_elementwise", {}, {}},
           Named<MaxPoolArrays>("jaxconv_max_pool"),
           Named<MaxPoolGradientArrays>("jaxconv_max_pool_gradient")};
 }

@@ -1,6 +1,8 @@
 // XLA:GPU handlers over the CUDA kernels. A handler looks up its plan and launches. It neither
 // synchronises nor tunes, and allocates only for a plan that it has not seen before, so every
 // handler may be recorded into a command buffer.
+#include <cstring>
+#include <iterator>
 #include <memory>
 #include <string>
 #include <string_view>
@@ -9,6 +11,7 @@
 #include "core/activation_names.h"
 #include "cuda/common/query_gpu.h"
 #include "cuda/devices.h"
+#include "cuda/elementwise/elementwise.h"
 #include "cuda/launch_table.h"
 #include "cuda/normalisation/activated_sums.h"
 #include "cuda/normalisation/masked_sums.h"
@@ -85,6 +88,11 @@ Status Fused(const CudaContext& context, const ArraysWithEpilogue& arrays,
 DType FloatType(const Array& array) {
   if (array.type() == ffi::DataType::F16) return DType::kF16;
   return array.type() == ffi::DataType::BF16 ? DType::kBF16 : DType::kF32;
+}
+
+bool HasFloatType(const Array& array) {
+  return array.type() == ffi::DataType::F32 || array.type() == ffi::DataType::F16 ||
+         array.type() == ffi::DataType::BF16;
 }
 
 // Also uses the attribute "segments", 1 if absent.
@@ -265,6 +273,93 @@ Status RunMaxPoolGradient(const CudaContext& context, const MaxPoolGradientArray
       context.stream);
 }
 
+// The numbers of an attribute, in order.
+class Numbers64 {
+ public:
+  explicit Numbers64(const Axes& values) : values_(values) {}
+
+  // The next number if it is in 0 ... below - 1, else -1 from now on.
+  int64_t Next(int64_t below) {
+    if (at_ >= values_.size() || values_[at_] < 0 || values_[at_] >= below) failed_ = true;
+    return failed_ ? -1 : values_[at_++];
+  }
+  bool failed() const { return failed_; }
+  bool AtEnd() const { return !failed_ && at_ == values_.size(); }
+
+ private:
+  const Axes& values_;
+  size_t at_ = 0;
+  bool failed_ = false;
+};
+
+// "functions": for each function its operands, its constants, their bits, its steps, and op and
+// values of each. "results": for each result its function and the operands of the call.
+Status ReadElementwise(const ElementwiseArrays& arrays, const Attributes& attributes,
+                       Elementwise* work) {
+  Axes functions, results;
+  JAXCONV_RETURN_IF_ERROR(attributes.Get("functions", &functions, "results", &results));
+  const auto mismatch = [](const char* name) {
+    return Mismatch(name, "they describe no elementwise functions of this version of jaxconv");
+  };
+  Numbers64 code(functions), of(results);
+  for (work->functions = 0; !code.AtEnd() && !code.failed(); ++work->functions) {
+    if (work->functions == kElementwiseFunctions) return mismatch("functions");
+    ElementwiseFunction& function = work->function[work->functions];
+    function.operands = static_cast<uint8_t>(code.Next(kElementwiseOperands + 1));
+    function.constants = static_cast<uint8_t>(code.Next(kElementwiseConstants + 1));
+    if (code.failed()) break;
+    for (int i = 0; i < function.constants; ++i) {
+      const auto bits = static_cast<uint32_t>(code.Next(int64_t{1} << 32));
+      std::memcpy(&function.constant[i], &bits, sizeof(bits));
+    }
+    function.steps = static_cast<uint8_t>(code.Next(kElementwiseSteps + 1));
+    if (code.failed()) break;
+    for (int i = 0; i < function.steps; ++i) {
+      const int64_t values = function.operands + function.constants + i;
+      const auto op = code.Next(static_cast<int64_t>(std::size(kElementwiseNames)));
+      function.step[i] = {static_cast<ElementwiseOp>(op), static_cast<uint8_t>(code.Next(values)),
+                          static_cast<uint8_t>(code.Next(values))};
+    }
+    if (function.operands == 0 && function.constants == 0) return mismatch("functions");
+    if (function.steps == 0 && function.operands != 1) return mismatch("functions");
+  }
+  if (code.failed()) return mismatch("functions");
+  if (arrays.results() > kElementwiseResults) return mismatch("results");
+  for (work->results = 0; work->results < arrays.results(); ++work->results) {
+    ElementwiseResult& result = work->of[work->results];
+    const Array array = arrays.Result(work->results);
+    const int64_t function = of.Next(work->functions), elements = array.buffer().element_count();
+    if (of.failed() || elements >= int64_t{1} << 31 || !HasFloatType(array)) {
+      return mismatch("results");
+    }
+    result.function = static_cast<uint8_t>(function);
+    result.result = array.buffer().untyped_data(), result.type = FloatType(array);
+    result.elements = static_cast<uint32_t>(elements), result.one_number = 0;
+    for (int i = 0; i < work->function[function].operands; ++i) {
+      const int64_t at = of.Next(arrays.operands());
+      if (of.failed()) return mismatch("results");
+      const Array operand = arrays.Operand(at);
+      if (!HasFloatType(operand)) return mismatch("results");
+      const int64_t numbers = operand.buffer().element_count();
+      if (numbers != elements && numbers != 1) {
+        return Mismatch("operand", "expected " + std::to_string(elements) +
+                                       " numbers or one, got " + ToText(operand.dimensions()));
+      }
+      result.operand[i] = operand.buffer().untyped_data();
+      result.operand_type[i] = FloatType(operand);
+      if (numbers == 1) result.one_number |= 1 << i;
+    }
+  }
+  return of.AtEnd() ? Status() : mismatch("results");
+}
+
+Status RunElementwise(const CudaContext& context, const ElementwiseArrays& arrays,
+                      const Attributes& attributes) {
+  Elementwise work;
+  JAXCONV_RETURN_IF_ERROR(ReadElementwise(arrays, attributes, &work));
+  return LaunchElementwise(&work, context.stream);
+}
+
 struct Cuda {
   using Context = const CudaContext&;
 
@@ -297,6 +392,7 @@ std::vector<std::pair<std::string, void*>> Handlers() {
           {"jaxconv_moments", kHandler<RunMoments>},
           {"jaxconv_activated_sums", kHandler<RunActivatedSums>},
           {"jaxconv_normalise_add", kHandler<RunNormaliseAdd>},
+          {"jaxconv_elementwise", kHandler<RunElementwise>},
           {"jaxconv_max_pool", kHandler<RunMaxPool>},
           {"jaxconv_max_pool_gradient", kHandler<RunMaxPoolGradient>}};
 }

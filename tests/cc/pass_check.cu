@@ -20,6 +20,7 @@
 #include <string>
 
 #include "activated_sums_cases.cuh"
+#include "elementwise_cases.cuh"
 #include "masked_sums_cases.cuh"
 #include "max_pool_cases.cuh"
 #include "moments_cases.cuh"
@@ -35,9 +36,13 @@ struct Pass {
 };
 
 constexpr Pass kPasses[] = {
-    {"masked_sums", MaskedSumsCases}, {"activated_sums", ActivatedSumsCases},
-    {"moments", MomentsCases},        {"normalise_add", NormaliseAddCases},
-    {"max_pool", MaxPoolCases},       {"max_pool_gradient", MaxPoolGradientCases},
+    {"masked_sums", MaskedSumsCases},
+    {"activated_sums", ActivatedSumsCases},
+    {"elementwise", ElementwiseCases},
+    {"moments", MomentsCases},
+    {"normalise_add", NormaliseAddCases},
+    {"max_pool", MaxPoolCases},
+    {"max_pool_gradient", MaxPoolGradientCases},
 };
 
 int Main(int argc, char** argv) {

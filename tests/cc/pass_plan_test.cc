@@ -123,6 +123,7 @@ void TestRefusals() {
   reason("moments bf16 r64 c60", "expected a multiple of 8 channels, got 60");
   reason("activated_sums bf16 r64 c64 activation:softsign", "activation 'softsign'");
   reason("activated_sums bf16 r64 c64", "activation ''");
+  reason("elementwise f32 n257 b1000", "expected 1 to 256 results, got 257");
   reason("masked_sums bf16 r64 c64 g3 y1", "expected one or two gradients and arrays, got 3");
   reason("masked_sums bf16 r64 c64 g1 y2 affine activation:silu", "got 1 and 2");
   reason("masked_sums bf16 r64 c64 g1 y1 affine activation:softsign", "derivative of 'softsign'");

@@ -17,6 +17,7 @@
 
 #include "core/activation_names.h"
 #include "cuda/common/query_gpu.h"
+#include "cuda/elementwise/elementwise.h"
 #include "cuda/normalisation/activated_sums.h"
 #include "cuda/normalisation/masked_sums.h"
 #include "cuda/normalisation/moments.h"
@@ -160,9 +161,26 @@ LaunchOnStream PoolOf(const PassKey& key, const Gpu& gpu, Arrays* arrays) {
   return [=](void* stream) { return LaunchMaxPool(dtype, p, sm90, stream); };
 }
 
+// Conversions to bfloat16, of equal sizes.
+LaunchOnStream ElementwiseOf(const PassKey& key, Arrays* arrays) {
+  auto work = std::make_shared<Elementwise>();
+  work->functions = 1, work->function[0] = {1, 0, 0, {}, {}};
+  work->results = static_cast<int>(key.Number('n', 1));
+  const int64_t elements = key.Number('b', 6) / 6 / work->results;
+  for (int i = 0; i < work->results; ++i) {
+    ElementwiseResult& of = work->of[i];
+    of = {};
+    of.operand[0] = arrays->Of(elements, DType::kF32), of.operand_type[0] = DType::kF32;
+    of.result = arrays->Of(elements, DType::kBF16), of.type = DType::kBF16;
+    of.elements = static_cast<uint32_t>(elements);
+  }
+  return [=](void* stream) { return LaunchElementwise(work.get(), stream); };
+}
+
 LaunchOnStream LaunchOf(const PassKey& key, const PassPlan& plan, const Gpu& gpu, Arrays* arrays) {
   if (key.pass() == "masked_sums") return SumsOf(key, plan, arrays);
   if (key.pass() == "activated_sums") return ActivatedOf(key, plan, arrays);
+  if (key.pass() == "elementwise") return ElementwiseOf(key, arrays);
   if (key.pass() == "moments") return MomentsOf(key, plan, arrays);
   if (key.pass() == "normalise_add") return AddOf(key, gpu, arrays);
   return PoolOf(key, gpu, arrays);

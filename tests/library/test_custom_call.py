@@ -23,6 +23,7 @@ CALLS = {
     ),
     "jaxconv_moments": "y -> moments",
     "jaxconv_activated_sums": "y mean scale offset -> sums",
+    "jaxconv_elementwise": " -> ",
     "jaxconv_max_pool": "x mean scale offset -> maxima places operands",
     "jaxconv_max_pool_gradient": "dy dy2 places y scale y_scale offset -> dx",
 }

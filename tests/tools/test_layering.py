@@ -18,7 +18,7 @@ CC = REPOSITORY / "cc"
 FAMILIES = {f"cuda/{path.parent.name}" for path in CC.glob("cuda/*/kernels.def")}
 
 # Passes: kernels without a convolution, which the handlers launch themselves.
-AROUND = {"cuda/normalisation", "cuda/pooling"}
+AROUND = {"cuda/elementwise", "cuda/normalisation", "cuda/pooling"}
 
 # Layer -> the layers whose headers it may include, itself among them.
 MAY_INCLUDE = {

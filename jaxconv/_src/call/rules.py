@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 from jax.extend.core import Primitive
-from jax.interpreters import batching, mlir
+from jax.interpreters import ad, batching, mlir
 
 from jaxconv._src import compat
 from jaxconv._src.call import record
@@ -26,6 +26,25 @@ def batched_as(in_jax: Callable[..., Sequence[Any]]) -> Callable:
         return results, [0] * len(results)
 
     return batch
+
+
+def transposed_as(in_jax: Callable[..., Sequence[Any]]) -> Callable:
+    """The transpose of a primitive with several results that is linear in some operands."""
+
+    def transpose(cotangents: Sequence[Any], *operands: Any, **parameters: Any) -> list[Any]:
+        given = [None if ad.is_undefined_primal(o) else o for o in operands]
+        types = [o.aval for o in operands if ad.is_undefined_primal(o)]
+
+        def linear(*others: jax.Array) -> Sequence[Any]:
+            rest = iter(others)
+            return in_jax(*(next(rest) if g is None else g for g in given), **parameters)
+
+        found = iter(
+            jax.linear_transpose(linear, *types)([ad.instantiate_zeros(c) for c in cotangents])
+        )
+        return [next(found) if g is None else None for g in given]
+
+    return transpose
 
 
 def register(

@@ -28,6 +28,7 @@ from jaxconv._src.fuse import (
     fuse_dense,
     fuse_layers,
     fuse_means,
+    fuse_parameters,
     fuse_pooling,
     fuse_reasons,
     fuse_statistics,
@@ -71,6 +72,8 @@ def rewritten(closed: Any, fold: bool) -> tuple[Any, list[Any]]:
     }
     extra: dict[Var, Any] = {}
     jaxpr = _fused(jaxpr, known, extra if fold else None)
+    eqns = fuse_parameters.rewritten(jaxpr.eqns, jaxpr.outvars)
+    jaxpr = jaxpr.replace(eqns=live(eqns, jaxpr.outvars))
     return jaxpr.replace(constvars=[*jaxpr.constvars, *extra]), list(extra.values())
 
 

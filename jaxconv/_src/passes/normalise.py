@@ -291,21 +291,6 @@ def _jvp(primals, tangents, *, form: Form):
     return kept, [*of_z, *(ad.Zero(jax.typeof(b).to_tangent_aval()) for b in kept[form.copies :])]
 
 
-def _transpose_of_linear(cotangents, *operands, form: Form):
-    """The transpose of a call that is linear in some of its operands."""
-    given = [None if ad.is_undefined_primal(o) else o for o in operands]
-    types = [o.aval for o in operands if ad.is_undefined_primal(o)]
-
-    def linear(*others: jax.Array) -> list[jax.Array]:
-        rest = iter(others)
-        return in_jax(*(next(rest) if g is None else g for g in given), form=form)
-
-    found = iter(
-        jax.linear_transpose(linear, *types)([ad.instantiate_zeros(c) for c in cotangents])
-    )
-    return [next(found) if g is None else None for g in given]
-
-
 def _differentiated(
     named: Mapping[str, jax.Array], dt: jax.Array, form: Tangent, backwards: bool = False
 ) -> jax.Array:
@@ -508,7 +493,7 @@ def _told(form: Tangent, summed: Sequence[int]) -> _Told | None:
 
 
 ad.primitive_jvps[normalise_p] = _jvp
-ad.primitive_transposes[normalise_p] = _transpose_of_linear
+ad.primitive_transposes[normalise_p] = rules.transposed_as(in_jax)
 ad.primitive_jvps[normalise_tangent_p] = _tangent_jvp
 ad.primitive_transposes[normalise_tangent_p] = _transpose
 _lower_tangent = mlir.lower_fun(tangent_in_jax, multiple_results=True)
