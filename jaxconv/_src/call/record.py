@@ -87,7 +87,7 @@ class Pass:
 
     Attributes:
         op: its operation: "masked_sums", "activated_sums", "moments", "normalise_add",
-            "max_pool" or "max_pool_gradient".
+            "elementwise", "max_pool" or "max_pool_gradient".
         array: dtype and shape of its first operand, such as "bf16[256,56,56,64]".
         problem: the key by which a kernel is planned.
         instance: the kernel, or None if XLA computes it.
