@@ -44,7 +44,7 @@ __device__ __forceinline__ float Apply(ElementwiseOp op, float a, float b) {
     case ElementwiseOp::kRsqrt:
       return rsqrtf(a);
     case ElementwiseOp::kSqrt:
-      return __fsqrt_rn(a);
+      return sqrtf(a);
     case ElementwiseOp::kRoundF16:
       return ToFloat(FromFloat<__half>(a));
     case ElementwiseOp::kRoundBf16:
