@@ -121,7 +121,8 @@ Status PlanOf(const PassKey& key, const Gpu& gpu, PassPlan* plan) {
   } else {
     const bool activated = key.pass() == "activated_sums";
     if (activated) JAXCONV_RETURN_IF_ERROR(CheckActivation(key.Behind("activation:")));
-    form = {{RowsOfThread(key.pass(), key.dtype())}, 1, false, activated ? 14 : 6};
+    form = {{RowsOfThread(key.pass(), key.dtype())}, 1, false, 6};
+    if (activated) form.instructions = 14;
   }
   JAXCONV_RETURN_IF_ERROR(CheckCut(segments, rows, channels, 1));
   const PassKernel* const kernel = FindForm(Kernels(), key.pass(), key.dtype(), form.form);
