@@ -44,235 +44,218 @@
 
 namespace jaxconv::few_channels {
 
-// A warp's blocks of 16 pixels.
-template <int kBlocks>
-struct WarpBlocks {
-  int32_t warp_row, row[kBlocks], pixel[kBlocks];
-  uint32_t offset[kBlocks];  // in the halo tile, from the first pixel of the warp's first row
-  int32_t r_first;           // the first of the taps of the warp's rows, which are row_period apart
-};
-
-// A CTA's operands and shared memory. (The blocks are apart: a struct with an array stays in memory
-// until the loops over the array are unrolled, which is too late for other loops.)
 template <class Tag>
-struct DgradCta {
+__global__ void __launch_bounds__(kThreads, Tag::kCtasPerSm)
+    DgradKernel(const __grid_constant__ Params params) {
   using T = typename Tag::T;
   using Gradient = OperandTile<T, kDgradPixels, 128, false>;
-  static constexpr int kBlocksN = Tag::kColumns / 8;
-  static constexpr int kBlocksM = 4;  // of a warp
-  static constexpr int kPitch = Tag::kPitch;
-  static constexpr int kPerWord = kWordElements<T>, kElements = kChunkElements<T>;
-  static constexpr int kPassBlocks = 4;  // k-blocks, of two chunks, of the halo tile
-  using Accumulators = float[kBlocksM][kBlocksN][4];
-  using Blocks = WarpBlocks<kBlocksM>;
-
-  const Params& params;
-  unsigned char* const shared;  // the halo tile; after the MMAs, z
-  unsigned char* const filter = shared + params.halo_bytes;
-  // For each element of a row of dx: its first term in a row of z, and the number of terms.
-  int2* const sums =
-      reinterpret_cast<int2*>(filter + params.rows.filter * params.k_blocks * kBlocksN * 256);
+  constexpr int kBlocksN = Tag::kColumns / 8;
+  constexpr int kBlocksM = 4;  // of a warp
+  constexpr int kPitch = Tag::kPitch;
+  constexpr int kPerWord = kWordElements<T>, kElements = kChunkElements<T>;
+  constexpr int kPassBlocks = 4;  // k-blocks, of two chunks, of the halo tile
+  extern __shared__ __align__(1024) unsigned char shared[];
+  auto* z = reinterpret_cast<float*>(shared);  // after the MMAs, overwrites the halo tile
+  unsigned char* filter = shared + params.halo_bytes;
   const int32_t batch = blockIdx.y;
-  const T* const dy = static_cast<const T*>(params.lhs) + batch * params.lhs_batch;
-  const T* const w = static_cast<const T*>(params.rhs) + batch * params.rhs_batch;
+  const T* dy = static_cast<const T*>(params.lhs) + batch * params.lhs_batch;
+  const T* w = static_cast<const T*>(params.rhs) + batch * params.rhs_batch;
   const int log2_columns = 4 + params.log2_across;
   const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, warp = threadIdx.x / 32;
 
-  // Writes the filter in the order of fragments: (r, k-block, block of 8 columns, lane, two words).
-  __device__ __forceinline__ void StageFilter() const {
-    const int32_t columns = params.columns.filter * params.c;
-    const int32_t chunks = params.k_blocks * 2;  // of channels
-    for (int32_t i = threadIdx.x; i < params.rows.filter * kBlocksN * 8 * chunks; i += kThreads) {
-      const int32_t chunk = i % chunks, line = i / chunks;
-      const int32_t r = line / (kBlocksN * 8), n = line % (kBlocksN * 8);
-      const bool valid = n < columns && chunk * kElements < params.k;
-      uint32_t words[4] = {};
-      if constexpr (Tag::kNarrow) {
-        // The filter as (tap, k, column), from its last tap on.
-        int32_t s, column;
-        params.c_divmod.Divmod(n, &s, &column);
-        const int32_t tap =
-            (params.rows.filter - 1 - r) * params.columns.filter + params.columns.filter - 1 - s;
-        using Bits = std::conditional_t<sizeof(T) == 2, unsigned short, uint32_t>;
-        const auto* source = reinterpret_cast<const Bits*>(w) +
-                             (int64_t{tap} * params.k + chunk * kElements) * params.c + column;
+  // The filter in the order of fragments: (r, k-block, block of 8 columns, lane, two words).
+  const int32_t columns = params.columns.filter * params.c;
+  const int32_t chunks = params.k_blocks * 2;  // of channels
+  for (int32_t i = threadIdx.x; i < params.rows.filter * kBlocksN * 8 * chunks; i += kThreads) {
+    const int32_t chunk = i % chunks, line = i / chunks;
+    const int32_t r = line / (kBlocksN * 8), n = line % (kBlocksN * 8);
+    const bool valid = n < columns && chunk * kElements < params.k;
+    uint32_t words[4] = {};
+    if constexpr (Tag::kNarrow) {
+      // The filter as (tap, k, column), from its last tap on.
+      int32_t s, column;
+      params.c_divmod.Divmod(n, &s, &column);
+      const int32_t tap =
+          (params.rows.filter - 1 - r) * params.columns.filter + params.columns.filter - 1 - s;
+      using Bits = std::conditional_t<sizeof(T) == 2, unsigned short, uint32_t>;
+      const auto* source = reinterpret_cast<const Bits*>(w) +
+                           (int64_t{tap} * params.k + chunk * kElements) * params.c + column;
 #pragma unroll
-        for (int e = 0; e < kElements; ++e) {
-          if (valid) {
-            words[e / kPerWord] |= uint32_t{__ldg(source + e * params.c)} << (e % kPerWord * 16);
-          }
+      for (int e = 0; e < kElements; ++e) {
+        if (valid) {
+          words[e / kPerWord] |= uint32_t{__ldg(source + e * params.c)} << (e % kPerWord * 16);
         }
-      } else {
-        const T* source = w + (int64_t{r} * columns + n) * params.k + chunk * kElements;
-        const uint4 value =
-            valid ? __ldg(reinterpret_cast<const uint4*>(source)) : make_uint4(0, 0, 0, 0);
-        words[0] = value.x, words[1] = value.y, words[2] = value.z, words[3] = value.w;
       }
-      const int32_t fragment = (r * params.k_blocks + chunk / 2) * kBlocksN + n / 8;
+    } else {
+      const T* source = w + (int64_t{r} * columns + n) * params.k + chunk * kElements;
+      const uint4 value =
+          valid ? __ldg(reinterpret_cast<const uint4*>(source)) : make_uint4(0, 0, 0, 0);
+      words[0] = value.x, words[1] = value.y, words[2] = value.z, words[3] = value.w;
+    }
+    const int32_t fragment = (r * params.k_blocks + chunk / 2) * kBlocksN + n / 8;
 #pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        *reinterpret_cast<uint32_t*>(filter + (fragment * 32 + n % 8 * 4 + e) * 8 + chunk % 2 * 4) =
-            Rounded<Tag>(words[e]);
-      }
+    for (int e = 0; e < 4; ++e) {
+      *reinterpret_cast<uint32_t*>(filter + (fragment * 32 + n % 8 * 4 + e) * 8 + chunk % 2 * 4) =
+          Rounded<Tag>(words[e]);
     }
   }
-
-  __device__ __forceinline__ void StageSums() const {
-    for (int32_t i = threadIdx.x; i < params.tile_columns * params.c; i += kThreads) {
-      int32_t column, channel;
-      params.c_divmod.Divmod(i, &column, &channel);
-      // q stride = column + pad - s dilation, with q counted from the halo tile's first column.
-      int32_t numerator = column + params.columns.pad - params.first_column * params.columns.stride;
-      int32_t s = 0;
-      while (s < params.columns.filter && numerator % params.columns.stride != 0) {
-        ++s;
-        numerator -= params.columns.dilation;
-      }
-      const int32_t left = params.columns.filter - s + params.column_period - 1;
-      const int32_t q = numerator / params.columns.stride;
-      sums[i] = make_int2(q * kPitch + s * params.c + channel, left / params.column_period);
+  // For each element of a row of dx: its first term in a row of z, and the number of terms.
+  int2* sums =
+      reinterpret_cast<int2*>(filter + params.rows.filter * params.k_blocks * kBlocksN * 256);
+  for (int32_t i = threadIdx.x; i < params.tile_columns * params.c; i += kThreads) {
+    int32_t column, channel;
+    params.c_divmod.Divmod(i, &column, &channel);
+    // q stride = column + pad - s dilation, with q counted from the halo tile's first column.
+    int32_t numerator = column + params.columns.pad - params.first_column * params.columns.stride;
+    int32_t s = 0;
+    while (s < params.columns.filter && numerator % params.columns.stride != 0) {
+      ++s;
+      numerator -= params.columns.dilation;
     }
+    const int32_t left = params.columns.filter - s + params.column_period - 1;
+    const int32_t q = numerator / params.columns.stride;
+    sums[i] = make_int2(q * kPitch + s * params.c + channel, left / params.column_period);
   }
-
-  // The rows of dx of a warp's blocks are congruent modulo the stride, so they share their taps. The
-  // plan chooses such tiles.
-  __device__ __forceinline__ Blocks PlaceBlocks() const {
-    Blocks blocks;
-    const int log2_rows = params.log2_across < 2 ? 2 - params.log2_across : 0;
-    const int32_t warp_row = warp >> (params.log2_across > 2 ? params.log2_across - 2 : 0);
+  // The rows of dx of a warp's blocks are congruent modulo the stride, so they share their taps.
+  // The plan chooses such tiles.
+  const int log2_rows = params.log2_across < 2 ? 2 - params.log2_across : 0;
+  const int32_t warp_row = warp >> (params.log2_across > 2 ? params.log2_across - 2 : 0);
+  int32_t block_pixel[kBlocksM], block_row[kBlocksM];
+  uint32_t
+      block_offset[kBlocksM];  // in the halo tile, from the first pixel of the warp's first row
 #pragma unroll
-    for (int i = 0; i < kBlocksM; ++i) {
-      const int down = i >> (2 - log2_rows);
-      const int across = params.log2_across > 2 ? warp % (1 << (params.log2_across - 2)) * 4 + i
-                                                : i - (down << (2 - log2_rows));
-      blocks.row[i] = warp_row + down * 4;
-      blocks.pixel[i] = across * 16;
-      blocks.offset[i] =
-          ((params.row_stride_divmod.Div(down * 4) << log2_columns) + blocks.pixel[i]) *
-          Gradient::kRowBytes;
-    }
-    int32_t r_first = 0;
+  for (int i = 0; i < kBlocksM; ++i) {
+    const int down = i >> (2 - log2_rows);
+    const int across = params.log2_across > 2 ? warp % (1 << (params.log2_across - 2)) * 4 + i
+                                              : i - (down << (2 - log2_rows));
+    block_row[i] = warp_row + down * 4;
+    block_pixel[i] = across * 16;
+    block_offset[i] = ((params.row_stride_divmod.Div(down * 4) << log2_columns) + block_pixel[i]) *
+                      Gradient::kRowBytes;
+  }
+  // Taps of the warp's rows: r_first, r_first + row_period, ...
+  int32_t r_first = 0;
+  {
     int32_t numerator = warp_row + params.rows.pad - params.first_row * params.rows.stride;
     while (r_first < params.rows.filter &&
            (numerator - r_first * params.rows.dilation) % params.rows.stride != 0) {
       ++r_first;
     }
-    blocks.warp_row = warp_row;
-    blocks.r_first = r_first;
-    return blocks;
   }
+  const uint32_t gradient = SharedAddress(shared) + Gradient::Offset(lane % 16, lane / 16);
+  const uint32_t fragment_address = SharedAddress(filter) + lane * 8;
+  const uint32_t copied =
+      SharedAddress(shared) + Gradient::Offset(threadIdx.x / 8, threadIdx.x % 8);
+  const int32_t k_bytes = params.k * int32_t{sizeof(T)};
 
-  // Copies 128 bytes of each pixel of the halo tile of dy, from k-block `first` on. `copied`: the
-  // thread's first address.
-  __device__ __forceinline__ void LoadHalo(const PixelTile& tile, int32_t p_first, int32_t q_first,
-                                           int32_t first, uint32_t copied, int32_t k_bytes) const {
-    const int32_t k = (first * 2 + static_cast<int32_t>(threadIdx.x % 8)) * kElements;
-    const T* image =
-        dy + int64_t{tile.image} * (params.rows.out * params.columns.out) * params.k + k;
-    for (int32_t across = 0; across < 1 << params.log2_across; ++across) {
-      // One column of blocks of 16 pixels.
-      const int32_t q = q_first + across * 16 + static_cast<int32_t>(threadIdx.x / 8);
-      const bool inside =
-          static_cast<uint32_t>(q) < static_cast<uint32_t>(params.columns.out) && k < params.k;
-      uint32_t to = copied + across * 16 * Gradient::kRowBytes;
-      int32_t pixel = p_first * params.columns.out + q;
+  for (int32_t index = blockIdx.x; index < params.tiles; index += gridDim.x) {
+    const PixelTile tile(params, index);
+    const int32_t p_first = params.first_row + params.row_stride_divmod.Div(tile.row);
+    const int32_t q_first = params.first_column + params.column_stride_divmod.Div(tile.column);
+    float acc[kBlocksM][kBlocksN][4] = {};
+    for (int32_t first = 0; first < params.k_blocks; first += kPassBlocks) {
+      __syncthreads();
+      const int32_t k = (first * 2 + static_cast<int32_t>(threadIdx.x % 8)) * kElements;
+      const T* image =
+          dy + int64_t{tile.image} * (params.rows.out * params.columns.out) * params.k + k;
+      for (int32_t across = 0; across < 1 << params.log2_across; ++across) {
+        // One column of blocks of 16 pixels.
+        const int32_t q = q_first + across * 16 + static_cast<int32_t>(threadIdx.x / 8);
+        const bool inside =
+            static_cast<uint32_t>(q) < static_cast<uint32_t>(params.columns.out) && k < params.k;
+        uint32_t to = copied + across * 16 * Gradient::kRowBytes;
+        int32_t pixel = p_first * params.columns.out + q;
 #pragma unroll 4
-      for (int32_t row = 0; row < params.halo_rows; ++row) {
-        const bool valid =
-            inside && static_cast<uint32_t>(p_first + row) < static_cast<uint32_t>(params.rows.out);
-        CopyAsync<16>(to, OffsetBytes(image, pixel, k_bytes), valid);
-        to += Gradient::kRowBytes << log2_columns;
-        pixel += params.columns.out;
-      }
-    }
-  }
-
-  // Prefetches the next tile's pixels to L2, a cache line of 128 bytes each.
-  __device__ __forceinline__ void PrefetchHalo(const PixelTile& next, int32_t first,
-                                               int32_t k_bytes) const {
-    const int32_t p_next = params.first_row + params.row_stride_divmod.Div(next.row);
-    const int32_t q_next = params.first_column + params.column_stride_divmod.Div(next.column);
-    const T* next_image = dy +
-                          int64_t{next.image} * (params.rows.out * params.columns.out) * params.k +
-                          first * 2 * kElements;
-    for (int32_t i = threadIdx.x; i < params.halo_rows << log2_columns; i += kThreads) {
-      const int32_t down = i >> log2_columns;
-      const int32_t p = p_next + down, q = q_next + i - (down << log2_columns);
-      if (static_cast<uint32_t>(p) < static_cast<uint32_t>(params.rows.out) &&
-          static_cast<uint32_t>(q) < static_cast<uint32_t>(params.columns.out)) {
-        PrefetchToL2(OffsetBytes(next_image, p * params.columns.out + q, k_bytes));
-      }
-    }
-  }
-
-  // Multiplies the k-blocks of the halo tile. `gradient`, `fragment_address`: the lane's addresses in
-  // the halo tile and in the filter.
-  __device__ __forceinline__ void Multiply(const Blocks& blocks, int32_t first, uint32_t gradient,
-                                           uint32_t fragment_address, Accumulators& acc) const {
-    const int32_t k_blocks = min(kPassBlocks, params.k_blocks - first);
-    for (int32_t r = blocks.r_first; r < params.rows.filter; r += params.row_period) {
-      const int32_t row = params.row_stride_divmod.Div(blocks.warp_row + params.rows.pad -
-                                                       params.first_row * params.rows.stride -
-                                                       r * params.rows.dilation);
-      const uint32_t row_address = gradient + (row << log2_columns) * Gradient::kRowBytes;
-      auto read_a = [&](int32_t k_block, int i, uint32_t (&a)[4]) {
-        LoadMatrices((row_address + blocks.offset[i]) ^ (k_block * 32), a);
-      };
-      auto read_b = [&](int32_t k_block, uint32_t (&b)[kBlocksN][2]) {
-#pragma unroll
-        for (int j = 0; j < kBlocksN; ++j) {
-          LoadPair(
-              fragment_address + ((r * params.k_blocks + first + k_block) * kBlocksN + j) * 256,
-              &b[j][0], &b[j][1]);
+        for (int32_t row = 0; row < params.halo_rows; ++row) {
+          const bool valid = inside && static_cast<uint32_t>(p_first + row) <
+                                           static_cast<uint32_t>(params.rows.out);
+          CopyAsync<16>(to, OffsetBytes(image, pixel, k_bytes), valid);
+          to += Gradient::kRowBytes << log2_columns;
+          pixel += params.columns.out;
         }
-      };
-      if constexpr (Tag::kThreeTf32) {
+      }
+      CopyAsyncCommit();
+      CopyAsyncWait<0>();
+      __syncthreads();
+      // The tile of 48 columns has too few registers for this.
+      if (kBlocksN <= 5 && (first == 0 || sizeof(T) == 4) && index + gridDim.x < params.tiles) {
+        // Prefetches the next tile's pixels to L2, a cache line of 128 bytes each.
+        const PixelTile next(params, index + gridDim.x);
+        const int32_t p_next = params.first_row + params.row_stride_divmod.Div(next.row);
+        const int32_t q_next = params.first_column + params.column_stride_divmod.Div(next.column);
+        const T* next_image =
+            dy + int64_t{next.image} * (params.rows.out * params.columns.out) * params.k +
+            first * 2 * kElements;
+        for (int32_t i = threadIdx.x; i < params.halo_rows << log2_columns; i += kThreads) {
+          const int32_t down = i >> log2_columns;
+          const int32_t p = p_next + down, q = q_next + i - (down << log2_columns);
+          if (static_cast<uint32_t>(p) < static_cast<uint32_t>(params.rows.out) &&
+              static_cast<uint32_t>(q) < static_cast<uint32_t>(params.columns.out)) {
+            PrefetchToL2(OffsetBytes(next_image, p * params.columns.out + q, k_bytes));
+          }
+        }
+      }
+      const int32_t k_blocks = min(kPassBlocks, params.k_blocks - first);
+      for (int32_t r = r_first; r < params.rows.filter; r += params.row_period) {
+        const int32_t row = params.row_stride_divmod.Div(warp_row + params.rows.pad -
+                                                         params.first_row * params.rows.stride -
+                                                         r * params.rows.dilation);
+        const uint32_t row_address = gradient + (row << log2_columns) * Gradient::kRowBytes;
+        auto read_a = [&](int32_t k_block, int i, uint32_t (&a)[4]) {
+          LoadMatrices((row_address + block_offset[i]) ^ (k_block * 32), a);
+        };
+        auto read_b = [&](int32_t k_block, uint32_t (&b)[kBlocksN][2]) {
+#pragma unroll
+          for (int j = 0; j < kBlocksN; ++j) {
+            LoadPair(
+                fragment_address + ((r * params.k_blocks + first + k_block) * kBlocksN + j) * 256,
+                &b[j][0], &b[j][1]);
+          }
+        };
+        if constexpr (Tag::kThreeTf32) {
 #pragma unroll 1
-        for (int32_t k_block = 0; k_block < k_blocks; k_block += kSplitRunSteps) {
-          uint32_t a[kSplitRunSteps][4], b[kSplitRunSteps][kBlocksN][2];
-          auto read_block = [&](int i, uint32_t (&to)[kSplitRunSteps][4]) {
+          for (int32_t k_block = 0; k_block < k_blocks; k_block += kSplitRunSteps) {
+            uint32_t a[kSplitRunSteps][4], b[kSplitRunSteps][kBlocksN][2];
+            auto read_block = [&](int i, uint32_t (&to)[kSplitRunSteps][4]) {
 #pragma unroll
-            for (int step = 0; step < kSplitRunSteps; ++step) read_a(k_block + step, i, to[step]);
-          };
+              for (int step = 0; step < kSplitRunSteps; ++step) read_a(k_block + step, i, to[step]);
+            };
 #pragma unroll
-          for (int step = 0; step < kSplitRunSteps; ++step) read_b(k_block + step, b[step]);
-          read_block(0, a);
-          const uint32_t left = MultiplySplitRun(b, a, acc, read_block, [](auto) {});
-          if (__any_sync(0xffffffff, left != 0)) {
-            PromoteWithCare(left, acc, [&](int step, auto& of_a, auto& of_b) {
+            for (int step = 0; step < kSplitRunSteps; ++step) read_b(k_block + step, b[step]);
+            read_block(0, a);
+            const uint32_t left = MultiplySplitRun(b, a, acc, read_block, [](auto) {});
+            if (__any_sync(0xffffffff, left != 0)) {
+              PromoteWithCare(left, acc, [&](int step, auto& of_a, auto& of_b) {
 #pragma unroll
-              for (int i = 0; i < kBlocksM; ++i) read_a(k_block + step, i, of_a[i]);
-              read_b(k_block + step, of_b);
-            });
+                for (int i = 0; i < kBlocksM; ++i) read_a(k_block + step, i, of_a[i]);
+                read_b(k_block + step, of_b);
+              });
+            }
           }
-        }
-      } else {
+        } else {
 #pragma unroll 2
-        for (int32_t k_block = 0; k_block < k_blocks; ++k_block) {
-          uint32_t b[kBlocksN][2];
-          read_b(k_block, b);
+          for (int32_t k_block = 0; k_block < k_blocks; ++k_block) {
+            uint32_t b[kBlocksN][2];
+            read_b(k_block, b);
 #pragma unroll
-          for (int i = 0; i < kBlocksM; ++i) {
-            uint32_t a[4];
-            read_a(k_block, i, a);
-            RoundFragment<T>(a);
+            for (int i = 0; i < kBlocksM; ++i) {
+              uint32_t a[4];
+              read_a(k_block, i, a);
+              RoundFragment<T>(a);
 #pragma unroll
-            for (int j = 0; j < kBlocksN; ++j) MultiplyAdd<T>(acc[i][j], a, b[j][0], b[j][1]);
+              for (int j = 0; j < kBlocksN; ++j) MultiplyAdd<T>(acc[i][j], a, b[j][0], b[j][1]);
+            }
           }
         }
       }
     }
-  }
-
-  __device__ __forceinline__ void StoreZ(const Blocks& blocks, int32_t q_first,
-                                         const Accumulators& acc) const {
-    auto* const z = reinterpret_cast<float*>(shared);  // overwrites the halo tile
+    __syncthreads();
 #pragma unroll
     for (int i = 0; i < kBlocksM; ++i) {
 #pragma unroll
       for (int upper = 0; upper < 2; ++upper) {
-        const int32_t pixel = blocks.pixel[i] + upper * 8 + g;
-        float* row = z + ((blocks.row[i] << log2_columns) + pixel) * kPitch + t * 2;
+        const int32_t pixel = block_pixel[i] + upper * 8 + g;
+        float* row = z + ((block_row[i] << log2_columns) + pixel) * kPitch + t * 2;
         // Outside dy the product with an infinite weight would be 0 * Inf = NaN.
         const bool inside =
             static_cast<uint32_t>(q_first + pixel) < static_cast<uint32_t>(params.columns.out);
@@ -284,115 +267,63 @@ struct DgradCta {
         }
       }
     }
-  }
-
-  // A tile of dx: elements of a row, rows, and its first element.
-  struct OutputTile {
-    int32_t elements, rows;
-    T* out;
-  };
-  __device__ __forceinline__ OutputTile OutputOf(const PixelTile& tile) const {
-    return {
-        min(params.tile_columns, params.columns.in - tile.column) * params.c,
-        min(params.tile_rows, params.rows.in - tile.row),
-        static_cast<T*>(params.out) + batch * params.out_batch +
-            ((int64_t{tile.image} * params.rows.in + tile.row) * params.columns.in + tile.column) *
-                params.c};
-  }
-
-  // dx from z. 16 << kAcross pixels in a row; the number of rows is a compile-time constant, so that
-  // no missing rows are added and the distances are constant. The rows of a warp are four apart; two
-  // warps share a row of 128 pixels.
-  template <int kAcross>
-  __device__ __forceinline__ void AddTerms(const PixelTile& tile, const OutputTile& to,
-                                           const typename Tag::Epilogue& epilogue) const {
-    const auto* const z = reinterpret_cast<const float*>(shared);
+    __syncthreads();
+    const int32_t elements = min(params.tile_columns, params.columns.in - tile.column) * params.c;
+    const int32_t rows = min(params.tile_rows, params.rows.in - tile.row);
+    T* out = static_cast<T*>(params.out) + batch * params.out_batch +
+             ((int64_t{tile.image} * params.rows.in + tile.row) * params.columns.in + tile.column) *
+                 params.c;
+    const typename Tag::Epilogue epilogue(params.epilogue);
+    // The rows of a warp are four apart; two warps share a row of 128 pixels. The number of rows is
+    // a compile-time constant, so that no missing rows are added and the distances are constant.
     const int32_t row_elements = params.columns.in * params.c;
-    constexpr int kPixels = 16 << kAcross;  // of a row
-    constexpr int kRows = kAcross < 2 ? 4 >> kAcross : 1;
-    constexpr int kWarpsOfRow = kAcross == 3 ? 2 : 1;
-    const int32_t first_row = warp / kWarpsOfRow;
-    for (int32_t element = lane + warp % kWarpsOfRow * 32; element < to.elements;
-         element += 32 * kWarpsOfRow) {
-      const int2 at = sums[element];
-      const float* from = z + first_row * (kPixels * kPitch) + at.x;
-      float sum[kRows] = {};
-      // Loads four terms together; one at a time would wait for shared memory each time.
+    auto add_rows = [&](auto log2_across) {
+      constexpr int kAcross = decltype(log2_across)::value;
+      constexpr int kPixels = 16 << kAcross;  // of a row
+      constexpr int kRows = kAcross < 2 ? 4 >> kAcross : 1;
+      constexpr int kWarpsOfRow = kAcross == 3 ? 2 : 1;
+      const int32_t first_row = warp / kWarpsOfRow;
+      for (int32_t element = lane + warp % kWarpsOfRow * 32; element < elements;
+           element += 32 * kWarpsOfRow) {
+        const int2 at = sums[element];
+        const float* from = z + first_row * (kPixels * kPitch) + at.x;
+        float sum[kRows] = {};
+        // Loads four terms together; one at a time would wait for shared memory each time.
 #pragma unroll 1
-      for (int32_t left = at.y; left > 0; left -= 4, from += 4 * params.z_step) {
+        for (int32_t left = at.y; left > 0; left -= 4, from += 4 * params.z_step) {
 #pragma unroll
-        for (int e = 0; e < 4; ++e) {
+          for (int e = 0; e < 4; ++e) {
 #pragma unroll
-          for (int i = 0; i < kRows; ++i) {
-            if (e < left) sum[i] += from[e * params.z_step + i * (4 * kPixels * kPitch)];
+            for (int i = 0; i < kRows; ++i) {
+              if (e < left) sum[i] += from[e * params.z_step + i * (4 * kPixels * kPitch)];
+            }
           }
         }
-      }
 #pragma unroll
-      for (int i = 0; i < kRows; ++i) {
-        const int32_t row = first_row + i * 4;
-        if constexpr (!Tag::Epilogue::kPlain) {
-          const int32_t column = params.c_divmod.Div(element),
-                        channel = element - column * params.c;
-          const int32_t pixel = (tile.image * params.rows.in + tile.row + row) * params.columns.in +
-                                tile.column + column;
-          const OutputPlace place{batch * params.out_batch + int64_t{pixel} * params.c + channel,
-                                  pixel, channel, row < to.rows};
-          sum[i] = epilogue.template operator()<T>(sum[i], place);
+        for (int i = 0; i < kRows; ++i) {
+          const int32_t row = first_row + i * 4;
+          if constexpr (!Tag::Epilogue::kPlain) {
+            const int32_t column = params.c_divmod.Div(element),
+                          channel = element - column * params.c;
+            const int32_t pixel =
+                (tile.image * params.rows.in + tile.row + row) * params.columns.in + tile.column +
+                column;
+            const OutputPlace place{batch * params.out_batch + int64_t{pixel} * params.c + channel,
+                                    pixel, channel, row < rows};
+            sum[i] = epilogue.template operator()<T>(sum[i], place);
+          }
+          if (row < rows) out[row * row_elements + element] = FromFloat<T>(sum[i]);
         }
-        if (row < to.rows) to.out[row * row_elements + element] = FromFloat<T>(sum[i]);
       }
-    }
-  }
-};
-
-template <class Tag>
-__global__ void __launch_bounds__(kThreads, Tag::kCtasPerSm)
-    DgradKernel(const __grid_constant__ Params params) {
-  using Cta = DgradCta<Tag>;
-  using Gradient = typename Cta::Gradient;
-  extern __shared__ __align__(1024) unsigned char shared[];
-  const Cta cta{params, shared};
-  cta.StageFilter();
-  cta.StageSums();
-  const typename Cta::Blocks blocks = cta.PlaceBlocks();
-  const uint32_t gradient = SharedAddress(shared) + Gradient::Offset(cta.lane % 16, cta.lane / 16);
-  const uint32_t fragment_address = SharedAddress(cta.filter) + cta.lane * 8;
-  const uint32_t copied =
-      SharedAddress(shared) + Gradient::Offset(threadIdx.x / 8, threadIdx.x % 8);
-  const int32_t k_bytes = params.k * int32_t{sizeof(typename Tag::T)};
-
-  for (int32_t index = blockIdx.x; index < params.tiles; index += gridDim.x) {
-    const PixelTile tile(params, index);
-    const int32_t p_first = params.first_row + params.row_stride_divmod.Div(tile.row);
-    const int32_t q_first = params.first_column + params.column_stride_divmod.Div(tile.column);
-    typename Cta::Accumulators acc = {};
-    for (int32_t first = 0; first < params.k_blocks; first += Cta::kPassBlocks) {
-      __syncthreads();
-      cta.LoadHalo(tile, p_first, q_first, first, copied, k_bytes);
-      CopyAsyncCommit();
-      CopyAsyncWait<0>();
-      __syncthreads();
-      // The tile of 48 columns has too few registers for this.
-      if (Cta::kBlocksN <= 5 && (first == 0 || sizeof(typename Tag::T) == 4) &&
-          index + gridDim.x < params.tiles) {
-        cta.PrefetchHalo(PixelTile(params, index + gridDim.x), first, k_bytes);
-      }
-      cta.Multiply(blocks, first, gradient, fragment_address, acc);
-    }
-    __syncthreads();
-    cta.StoreZ(blocks, q_first, acc);
-    __syncthreads();
-    const typename Cta::OutputTile to = cta.OutputOf(tile);
-    const typename Tag::Epilogue epilogue(params.epilogue);
+    };
     if (params.log2_across == 0) {
-      cta.template AddTerms<0>(tile, to, epilogue);
+      add_rows(std::integral_constant<int, 0>());
     } else if (params.log2_across == 1) {
-      cta.template AddTerms<1>(tile, to, epilogue);
+      add_rows(std::integral_constant<int, 1>());
     } else if (params.log2_across == 2) {
-      cta.template AddTerms<2>(tile, to, epilogue);
+      add_rows(std::integral_constant<int, 2>());
     } else {
-      cta.template AddTerms<3>(tile, to, epilogue);
+      add_rows(std::integral_constant<int, 3>());
     }
     epilogue.FinishTile(index * kDgradPixels, (index + 1) * kDgradPixels, 0, params.c);
   }

@@ -113,128 +113,100 @@ struct FilterTile<float> {
   }
 };
 
-// A CTA's operands and shared memory. (The windows are apart: a struct with an array stays in memory
-// until the loops over the array are unrolled, which is too late for other loops.)
 template <class Tag>
-struct FpropCta {
+__global__ void __launch_bounds__(kThreads, Tag::kCtasPerSm)
+    FpropKernel(const __grid_constant__ Params params) {
   using T = typename Tag::T;
-  static constexpr bool kThree = Tag::kThreeTf32;
+  constexpr bool kThree = Tag::kThreeTf32;
   using Tile = MmaTile<Tag::kPixels, 64, 128, kThree ? 2 : 4, kThree ? 2 : 1, 1, 4>;
   using Filter = FilterTile<T>;
-  using Accumulators = float[Tile::kBlocksM][Tile::kBlocksN][4];
-  // The start of the window of a lane's pixel, in each of its warp's blocks.
-  using Windows = uint32_t[Tile::kBlocksM];
-  static constexpr int kPerWord = kWordElements<T>;
+  constexpr int kPerWord = kWordElements<T>;
   // Whether cp.async copies the halo tile.
-  static constexpr bool kAsync = Tag::kByChunks || sizeof(T) == 4;
-  static constexpr bool kStages = !Tag::Epilogue::kPlain || sizeof(T) == 2;
-  static constexpr int kRun = kThree ? kSplitRunSteps : 1;  // k-blocks multiplied at a time
-
-  const Params& params;
-  const int32_t batch, n_first;
-  unsigned char* const filter;
-  unsigned char* const staged = filter + params.k_blocks * kFilterBlockBytes;
-  // For each word of the reduction: its position in a window, and a mask of the bits that belong to
-  // it.
-  int2* const table =
-      reinterpret_cast<int2*>(staged + (kStages ? kStagingBytes * kThreads / 32 : 0));
-  unsigned char* const halo = reinterpret_cast<unsigned char*>(table + params.k_blocks * 8);
+  constexpr bool kAsync = Tag::kByChunks || sizeof(T) == 4;
+  constexpr bool kStages = !Tag::Epilogue::kPlain || sizeof(T) == 2;
+  extern __shared__ __align__(1024) unsigned char shared[];
+  unsigned char* filter = shared;
+  unsigned char* staged = filter + params.k_blocks * kFilterBlockBytes;
+  int2* table = reinterpret_cast<int2*>(staged + (kStages ? kStagingBytes * kThreads / 32 : 0));
+  unsigned char* halo = reinterpret_cast<unsigned char*>(table + params.k_blocks * 8);
   const uint32_t staging = SharedAddress(staged);
-  const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-  const int first_block = Tile::WarpM() / 16;
-  const uint32_t halo_address = SharedAddress(halo);
-  const uint32_t half_block = (sizeof(T) == 2 ? 8 : SpreadPixel<3>(1, 0, params.log2_spread)) *
-                              params.columns.stride * params.c * int32_t{sizeof(T)};
-  const uint32_t table_address = SharedAddress(table) + t * 8;
-  const Filter reader{SharedAddress(filter), Tile::WarpN()};
+  int32_t part, batch;
+  params.column_parts.Divmod(blockIdx.y, &batch, &part);
+  const int n_first = part * 64;
+  const T* x = static_cast<const T*>(params.lhs) + batch * params.lhs_batch;
+  const T* w = static_cast<const T*>(params.rhs) + batch * params.rhs_batch;
 
-  __device__ __forceinline__ void StageFilter() const {
-    const T* const w = static_cast<const T*>(params.rhs) + batch * params.rhs_batch;
-    for (int32_t i = threadIdx.x; i < params.k_blocks * 8 * kPerWord * Filter::kChunks;
-         i += kThreads) {
-      int32_t row, chunk, run, word;
-      Filter::Place(i, &row, &chunk);
-      params.words_of_run.Divmod(row / kPerWord, &run, &word);
-      const int32_t element = word * kPerWord + row % kPerWord - params.run_lead;
-      const bool valid = run < params.runs && static_cast<uint32_t>(element) <
-                                                  static_cast<uint32_t>(params.run_elements);
-      using Bits = std::conditional_t<sizeof(T) == 2, unsigned short, uint32_t>;
-      constexpr int kElements = kChunkElements<T>;
-      const int n = n_first + chunk * kElements;
-      uint32_t words[4] = {};
-      auto set = [&](int e, const Bits* source) {
-        if (valid && n + e < params.k) {
-          words[e / kPerWord] |= uint32_t{__ldg(source)} << (e % kPerWord * 16);
-        }
-      };
-      if constexpr (Tag::kNarrow) {
-        // The filter as (tap, column, reduction), from its last tap on.
-        int32_t s, channel;
-        params.c_divmod.Divmod(max(element, 0), &s, &channel);
-        const int32_t taps = params.rows.filter * params.columns.filter;
-        const int32_t tap = taps - 1 - (run * (params.columns.filter / params.runs_of_row) + s);
-        const auto* source =
-            reinterpret_cast<const Bits*>(w) + (int64_t{tap} * params.k + n) * params.c + channel;
+  for (int32_t i = threadIdx.x; i < params.k_blocks * 8 * kPerWord * Filter::kChunks;
+       i += kThreads) {
+    int32_t row, chunk, run, word;
+    Filter::Place(i, &row, &chunk);
+    params.words_of_run.Divmod(row / kPerWord, &run, &word);
+    const int32_t element = word * kPerWord + row % kPerWord - params.run_lead;
+    const bool valid = run < params.runs &&
+                       static_cast<uint32_t>(element) < static_cast<uint32_t>(params.run_elements);
+    using Bits = std::conditional_t<sizeof(T) == 2, unsigned short, uint32_t>;
+    constexpr int kElements = kChunkElements<T>;
+    const int n = n_first + chunk * kElements;
+    uint32_t words[4] = {};
+    auto set = [&](int e, const Bits* source) {
+      if (valid && n + e < params.k) {
+        words[e / kPerWord] |= uint32_t{__ldg(source)} << (e % kPerWord * 16);
+      }
+    };
+    if constexpr (Tag::kNarrow) {
+      // The filter as (tap, column, reduction), from its last tap on.
+      int32_t s, channel;
+      params.c_divmod.Divmod(max(element, 0), &s, &channel);
+      const int32_t taps = params.rows.filter * params.columns.filter;
+      const int32_t tap = taps - 1 - (run * (params.columns.filter / params.runs_of_row) + s);
+      const auto* source =
+          reinterpret_cast<const Bits*>(w) + (int64_t{tap} * params.k + n) * params.c + channel;
 #pragma unroll
-        for (int e = 0; e < kElements; ++e) set(e, source + e * params.c);
+      for (int e = 0; e < kElements; ++e) set(e, source + e * params.c);
+    } else {
+      const auto* source = reinterpret_cast<const Bits*>(w) +
+                           (int64_t{run} * params.run_elements + element) * params.k + n;
+      if (params.k_vector) {
+        if (valid && n < params.k) {
+          const uint4 value = __ldg(reinterpret_cast<const uint4*>(source));
+          words[0] = value.x, words[1] = value.y, words[2] = value.z, words[3] = value.w;
+        }
       } else {
-        const auto* source = reinterpret_cast<const Bits*>(w) +
-                             (int64_t{run} * params.run_elements + element) * params.k + n;
-        if (params.k_vector) {
-          if (valid && n < params.k) {
-            const uint4 value = __ldg(reinterpret_cast<const uint4*>(source));
-            words[0] = value.x, words[1] = value.y, words[2] = value.z, words[3] = value.w;
-          }
-        } else {
 #pragma unroll
-          for (int e = 0; e < kElements; ++e) set(e, source + e);
+        for (int e = 0; e < kElements; ++e) set(e, source + e);
+      }
+    }
+#pragma unroll
+    for (int e = 0; e < 4; ++e) words[e] = Rounded<Tag>(words[e]);
+    Filter::Store(filter, row, chunk, words);
+  }
+  // The position of each word of the reduction in a window, and a mask of the bits that belong to
+  // it.
+  for (int32_t i = threadIdx.x; i < params.k_blocks * 8; i += kThreads) {
+    int32_t run, word;
+    params.words_of_run.Divmod(i, &run, &word);
+    const int32_t r = run / params.runs_of_row, s = run % params.runs_of_row;
+    const int32_t offset = r * params.rows.dilation * params.pitch +
+                           s * params.columns.dilation * params.c + word * kPerWord;
+    uint32_t mask = sizeof(T) == 4 ? 0xffffffffu : 0;
+    if constexpr (sizeof(T) == 2) {
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        if (static_cast<uint32_t>(word * 2 + e - params.run_lead) <
+            static_cast<uint32_t>(params.run_elements)) {
+          mask |= 0xffffu << (e * 16);
         }
       }
-#pragma unroll
-      for (int e = 0; e < 4; ++e) words[e] = Rounded<Tag>(words[e]);
-      Filter::Store(filter, row, chunk, words);
     }
+    table[i] = run < params.runs
+                   ? make_int2(offset * int32_t{sizeof(T)}, static_cast<int32_t>(mask))
+                   : make_int2(0, 0);
   }
 
-  __device__ __forceinline__ void StageTable() const {
-    for (int32_t i = threadIdx.x; i < params.k_blocks * 8; i += kThreads) {
-      int32_t run, word;
-      params.words_of_run.Divmod(i, &run, &word);
-      const int32_t r = run / params.runs_of_row, s = run % params.runs_of_row;
-      const int32_t offset = r * params.rows.dilation * params.pitch +
-                             s * params.columns.dilation * params.c + word * kPerWord;
-      uint32_t mask = sizeof(T) == 4 ? 0xffffffffu : 0;
-      if constexpr (sizeof(T) == 2) {
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          if (static_cast<uint32_t>(word * 2 + e - params.run_lead) <
-              static_cast<uint32_t>(params.run_elements)) {
-            mask |= 0xffffu << (e * 16);
-          }
-        }
-      }
-      table[i] = run < params.runs
-                     ? make_int2(offset * int32_t{sizeof(T)}, static_cast<int32_t>(mask))
-                     : make_int2(0, 0);
-    }
-  }
-
-  __device__ __forceinline__ void PlaceWindows(Windows& window) const {
-#pragma unroll
-    for (int i = 0; i < Tile::kBlocksM; ++i) {
-      const int32_t block = first_block + i;
-      const int32_t row = block >> params.log2_across;
-      const int32_t column = ColumnInTile<T>(params, block, g);
-      const int32_t at = row * params.rows.stride * params.pitch + params.halo_lead -
-                         params.run_lead + column * params.columns.stride * params.c;
-      window[i] = halo_address + (sizeof(T) == 4 || at % 2 == 0 ? at * int32_t{sizeof(T)}
-                                                                : params.copy_bytes + at * 2 - 2);
-    }
-  }
-
-  // Stores pairs of elements of a halo tile at `to`.
-  __device__ __forceinline__ auto StoreTo(unsigned char* to) const {
-    return [&params = params, to](int32_t row, int32_t pair, uint32_t value) {
+  using Loader = std::conditional_t<kAsync, ChunkLoader<T>, HaloLoader<T>>;
+  Loader loader(params, x);
+  auto store_to = [&](unsigned char* to) {
+    return [&params, to](int32_t row, int32_t pair, uint32_t value) {
       const int32_t at = row * params.pitch + pair * 2;
       *reinterpret_cast<uint32_t*>(to + at * 2) = value;
       if (params.copy_bytes > 0) {
@@ -244,22 +216,39 @@ struct FpropCta {
         copy[0] = static_cast<unsigned short>(value >> 16);
       }
     };
+  };
+  const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  const int first_block = Tile::WarpM() / 16;
+  // The start of the window of this lane's pixel, in each of the warp's blocks.
+  uint32_t window[Tile::kBlocksM];
+  const uint32_t halo_address = SharedAddress(halo);
+#pragma unroll
+  for (int i = 0; i < Tile::kBlocksM; ++i) {
+    const int32_t block = first_block + i;
+    const int32_t row = block >> params.log2_across;
+    const int32_t column = ColumnInTile<T>(params, block, g);
+    const int32_t at = row * params.rows.stride * params.pitch + params.halo_lead -
+                       params.run_lead + column * params.columns.stride * params.c;
+    window[i] = halo_address + (sizeof(T) == 4 || at % 2 == 0 ? at * int32_t{sizeof(T)}
+                                                              : params.copy_bytes + at * 2 - 2);
   }
+  const uint32_t half_block = (sizeof(T) == 2 ? 8 : SpreadPixel<3>(1, 0, params.log2_spread)) *
+                              params.columns.stride * params.c * int32_t{sizeof(T)};
+  const uint32_t table_address = SharedAddress(table) + t * 8;
+  const Filter reader(SharedAddress(filter), Tile::WarpN());
 
   // The words of a k-block: positions in a window, and masks.
   struct Words {
     uint32_t at[2], mask[2];
   };
-  __device__ __forceinline__ Words WordsOf(int32_t k_block) const {
+  auto words_of = [&](int32_t k_block) {
     Words words;
     LoadPair(table_address + k_block * 64, &words.at[0], &words.mask[0]);
     LoadPair(table_address + k_block * 64 + 32, &words.at[1], &words.mask[1]);
     return words;
-  }
-  // `offset`: of the halo tile's buffer; `masked`: some words of the k-block may not belong to the
-  // windows.
-  __device__ __forceinline__ void ReadA(const Windows& window, int i, uint32_t offset,
-                                        const Words& words, bool masked, uint32_t (&a)[4]) const {
+  };
+  // `masked`: some words of the k-block may not belong to the windows.
+  auto read_a = [&](int i, uint32_t offset, const Words& words, bool masked, uint32_t (&a)[4]) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const uint32_t from = window[i] + offset + words.at[half];
@@ -270,11 +259,11 @@ struct FpropCta {
 #pragma unroll
       for (int e = 0; e < 4; ++e) a[e] &= words.mask[e / 2];
     }
-  }
-
-  // Multiplies kRun k-blocks.
-  __device__ __forceinline__ void Multiply(const Windows& window, int32_t k_block, uint32_t offset,
-                                           Accumulators& acc) const {
+  };
+  // The number of k-blocks multiplied at a time.
+  constexpr int kRun = kThree ? kSplitRunSteps : 1;
+  auto multiply = [&](int32_t k_block, uint32_t offset,
+                      float (&acc)[Tile::kBlocksM][Tile::kBlocksN][4]) {
     // float32 has padding only after the last run.
     const bool masked = sizeof(T) == 2 || k_block + kRun >= params.k_blocks;
     if constexpr (kThree) {
@@ -291,32 +280,31 @@ struct FpropCta {
       };
       auto read_block = [&](int i, uint32_t (&to)[kRun][4]) {
 #pragma unroll
-        for (int step = 0; step < kRun; ++step)
-          ReadA(window, i, offset, words[step], masked, to[step]);
+        for (int step = 0; step < kRun; ++step) read_a(i, offset, words[step], masked, to[step]);
       };
 #pragma unroll
       for (int step = 0; step < kRun; ++step) {
-        words[step] = WordsOf(k_block + step);
+        words[step] = words_of(k_block + step);
         read_b(step, b[step]);
       }
       read_block(0, a);
       const uint32_t left = MultiplySplitRun(b, a, acc, read_block, [](auto) {});
       if (__any_sync(0xffffffff, left != 0)) {
         PromoteWithCare(left, acc, [&](int step, auto& of_a, auto& of_b) {
-          const Words again = WordsOf(k_block + step);
+          const Words again = words_of(k_block + step);
 #pragma unroll
-          for (int i = 0; i < Tile::kBlocksM; ++i) ReadA(window, i, offset, again, true, of_a[i]);
+          for (int i = 0; i < Tile::kBlocksM; ++i) read_a(i, offset, again, true, of_a[i]);
           read_b(step, of_b);
         });
       }
     } else {
-      const Words words = WordsOf(k_block);
+      const Words words = words_of(k_block);
       uint32_t b[Tile::kBlocksN / 2][4];
       reader.Read(k_block, b);
 #pragma unroll
       for (int i = 0; i < Tile::kBlocksM; ++i) {
         uint32_t a[4];
-        ReadA(window, i, offset, words, masked, a);
+        read_a(i, offset, words, masked, a);
         RoundFragment<T>(a);
 #pragma unroll
         for (int j = 0; j < Tile::kBlocksN; ++j) {
@@ -324,10 +312,47 @@ struct FpropCta {
         }
       }
     }
-  }
+  };
 
-  __device__ __forceinline__ void Store(const PixelTile& tile, Accumulators& acc,
-                                        const typename Tag::Epilogue& epilogue) const {
+  TwoBuffers<PixelTile> walk(params);
+  if (walk.index < params.tiles) {
+    if constexpr (kAsync) {
+      loader.Load(walk.tile, halo_address);
+    } else {
+      for (loader.Begin(walk.tile); loader.More();) {
+        loader.Load();
+        loader.Store(store_to(halo));
+      }
+    }
+  }
+  if constexpr (!kAsync) __syncthreads();
+  while (walk.index < params.tiles) {
+    const uint32_t offset = walk.buffer, other = walk.Other(params.halo_bytes);
+    const PixelTile next(params, walk.NextIndex());
+    float acc[Tile::kBlocksM][Tile::kBlocksN][4] = {};
+    if constexpr (kAsync) {
+      // The copies of this tile have arrived, and all threads have read the previous tile.
+      CopyAsyncWait<0>();
+      __syncthreads();
+      if (walk.NextIndex() < params.tiles) loader.Load(next, halo_address + other);
+#pragma unroll 1
+      for (int32_t k_block = 0; k_block < params.k_blocks; k_block += kRun) {
+        multiply(k_block, offset, acc);
+      }
+    } else {
+      if (walk.NextIndex() < params.tiles) loader.Begin(next);
+      int32_t k_block = 0;
+      // The next halo tile is copied in parts, each during the products of some k-blocks.
+      do {
+        if (loader.More()) loader.Load();
+        const int32_t end = loader.Last() ? params.k_blocks
+                                          : min(params.k_blocks, k_block + params.blocks_per_fetch);
+#pragma unroll 1
+        for (; k_block < end; ++k_block) multiply(k_block, offset, acc);
+        if (loader.More()) loader.Store(store_to(halo + other));
+      } while (loader.More() || k_block < params.k_blocks);
+    }
+    const typename Tag::Epilogue epilogue(params.epilogue);
     const uint32_t of_warp = staging + threadIdx.x / 32 * kStagingBytes;
     bool finished = Tag::Epilogue::kPlain;
     const int n_of_warp = n_first + Tile::WarpN();
@@ -341,75 +366,17 @@ struct FpropCta {
     if (finished) {
       T* const y = static_cast<T*>(params.out) + batch * params.out_batch;
       if constexpr (sizeof(T) == 4) {
-        StorePixels(params, tile, acc, first_block, y, n_of_warp);
+        StorePixels(params, walk.tile, acc, first_block, y, n_of_warp);
       } else {
-        StorePixels(params, tile, acc, of_warp, y, n_first);
+        StorePixels(params, walk.tile, acc, of_warp, y, n_first);
       }
     } else if constexpr (!Tag::Epilogue::kPlain) {
-      StoreFusedPixels(params, tile, acc, first_block, of_warp, static_cast<T*>(params.out),
+      StoreFusedPixels(params, walk.tile, acc, first_block, of_warp, static_cast<T*>(params.out),
                        epilogue, batch * params.out_batch, n_of_warp);
     }
-  }
-};
-
-template <class Tag>
-__global__ void __launch_bounds__(kThreads, Tag::kCtasPerSm)
-    FpropKernel(const __grid_constant__ Params params) {
-  using Cta = FpropCta<Tag>;
-  using T = typename Tag::T;
-  extern __shared__ __align__(1024) unsigned char shared[];
-  int32_t part, batch;
-  params.column_parts.Divmod(blockIdx.y, &batch, &part);
-  const Cta cta{params, batch, part * 64, shared};
-  cta.StageFilter();
-  cta.StageTable();
-  using Loader = std::conditional_t<Cta::kAsync, ChunkLoader<T>, HaloLoader<T>>;
-  Loader loader(params, static_cast<const T*>(params.lhs) + batch * params.lhs_batch);
-  typename Cta::Windows window;
-  cta.PlaceWindows(window);
-  TwoBuffers<PixelTile> walk(params);
-  if (walk.index < params.tiles) {
-    if constexpr (Cta::kAsync) {
-      loader.Load(walk.tile, cta.halo_address);
-    } else {
-      for (loader.Begin(walk.tile); loader.More();) {
-        loader.Load();
-        loader.Store(cta.StoreTo(cta.halo));
-      }
-    }
-  }
-  if constexpr (!Cta::kAsync) __syncthreads();
-  while (walk.index < params.tiles) {
-    const uint32_t offset = walk.buffer, other = walk.Other(params.halo_bytes);
-    const PixelTile next(params, walk.NextIndex());
-    typename Cta::Accumulators acc = {};
-    if constexpr (Cta::kAsync) {
-      // The copies of this tile have arrived, and all threads have read the previous tile.
-      CopyAsyncWait<0>();
-      __syncthreads();
-      if (walk.NextIndex() < params.tiles) loader.Load(next, cta.halo_address + other);
-#pragma unroll 1
-      for (int32_t k_block = 0; k_block < params.k_blocks; k_block += Cta::kRun) {
-        cta.Multiply(window, k_block, offset, acc);
-      }
-    } else {
-      if (walk.NextIndex() < params.tiles) loader.Begin(next);
-      int32_t k_block = 0;
-      // The next halo tile is copied in parts, each during the products of some k-blocks.
-      do {
-        if (loader.More()) loader.Load();
-        const int32_t end = loader.Last() ? params.k_blocks
-                                          : min(params.k_blocks, k_block + params.blocks_per_fetch);
-#pragma unroll 1
-        for (; k_block < end; ++k_block) cta.Multiply(window, k_block, offset, acc);
-        if (loader.More()) loader.Store(cta.StoreTo(cta.halo + other));
-      } while (loader.More() || k_block < params.k_blocks);
-    }
-    const typename Tag::Epilogue epilogue(params.epilogue);
-    cta.Store(walk.tile, acc, epilogue);
-    epilogue.FinishTile(walk.index * Tag::kPixels, (walk.index + 1) * Tag::kPixels, cta.n_first,
-                        min(cta.n_first + kTileChannels, params.k));
-    if constexpr (!Cta::kAsync) __syncthreads();
+    epilogue.FinishTile(walk.index * Tag::kPixels, (walk.index + 1) * Tag::kPixels, n_first,
+                        min(n_first + kTileChannels, params.k));
+    if constexpr (!kAsync) __syncthreads();
     walk.Advance(next, params.halo_bytes);
   }
 }

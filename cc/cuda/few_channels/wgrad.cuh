@@ -54,52 +54,45 @@ __device__ __forceinline__ int32_t RowOfPixel(const Params& params, int32_t pixe
   return ((lane / 4 << spread) + (pixel & ((1 << spread) - 1))) * 4 + lane % 4;
 }
 
-// A CTA's operands and shared memory, and a warp's part of its tile.
 template <class Tag>
-struct WgradCta {
+__global__ void __launch_bounds__(kThreads, Tag::kCtasPerSm)
+    WgradKernel(const __grid_constant__ Params params) {
   using T = typename Tag::T;
-  static constexpr int kWarpsM = Tag::kWarpsM, kWarpsN = Tag::kWarpsN, kWarpsK = Tag::kWarpsK;
-  static constexpr int kBlocksM = Tag::kBlocksM, kBlocksN = 8 / kWarpsN;
-  static constexpr int kRows = kWarpsM * kBlocksM * 16, kPixels = kTilePixels;
-  static_assert(kWarpsM * kWarpsN * kWarpsK * 32 == kThreads);
+  constexpr int kWarpsM = Tag::kWarpsM, kWarpsN = Tag::kWarpsN, kWarpsK = Tag::kWarpsK;
+  constexpr int kBlocksM = Tag::kBlocksM;
   using Gradient = RowMatrix<T>;
-  using Reader = FragmentReader<T, Gradient, true>;
-  using Accumulators = float[kBlocksM][kBlocksN][4];
+  constexpr int kRows = kWarpsM * kBlocksM * 16;
+  constexpr int kBlocksN = 8 / kWarpsN;
+  constexpr int kPixels = kTilePixels;
+  constexpr int kGradientBytes = kPixels * Gradient::kRowBytes;
+  static_assert(kWarpsM * kWarpsN * kWarpsK * 32 == kThreads);
+  extern __shared__ __align__(1024) unsigned char shared[];
+  unsigned char* halo = shared + 2 * kGradientBytes;
+  int32_t rest, n_part, m_part, batch;
+  params.column_parts.Divmod(blockIdx.y, &rest, &n_part);
+  params.row_parts.Divmod(rest, &batch, &m_part);
+  const int n_first = n_part * 64, m_first = m_part * kRows;
   using Source = std::conditional_t<
       sizeof(T) == 4, WordHalo<kBlocksM>,
       std::conditional_t<Tag::kByChunks, PlainHalo<T, kBlocksM>, SortedHalo<T, kBlocksM>>>;
   // Whether cp.async copies the halo tile.
-  static constexpr bool kAsync = Tag::kByChunks || sizeof(T) == 4;
-  static constexpr int kGradientBytes = kPixels * Gradient::kRowBytes;
+  constexpr bool kAsync = Tag::kByChunks || sizeof(T) == 4;
   // MMA steps for a block of 16 pixels, and the part of it that one pass of the threads copies.
-  static constexpr int kSteps = 8 * int{sizeof(T)} / 16;
-  static constexpr int kPassPixels = kThreads / Gradient::kChunks;
-  using Addresses = uint32_t[16 / kPassPixels];
-
-  const Params& params;
-  unsigned char* const shared;
-  const int32_t batch, m_first, n_first;
-  const T* const dy = static_cast<const T*>(params.rhs) + batch * params.rhs_batch;
+  constexpr int kSteps = 8 * int{sizeof(T)} / 16;
+  constexpr int kPassPixels = kThreads / Gradient::kChunks;
+  const T* x = static_cast<const T*>(params.lhs) + batch * params.lhs_batch;
+  const T* dy = static_cast<const T*>(params.rhs) + batch * params.rhs_batch;
   const int32_t pixel_of_thread = threadIdx.x / Gradient::kChunks;
+  uint32_t gradient[16 / kPassPixels];
+#pragma unroll
+  for (int pass = 0; pass < 16 / kPassPixels; ++pass) {
+    gradient[pass] = SharedAddress(shared) +
+                     Gradient::Offset(RowOfPixel<T>(params, pass * kPassPixels + pixel_of_thread),
+                                      threadIdx.x % Gradient::kChunks);
+  }
   const int n_of_thread = n_first + threadIdx.x % Gradient::kChunks * kChunkElements<T>;
   const int32_t k_bytes = params.k * int32_t{sizeof(T)};
-  const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-  const int warp_m = threadIdx.x / 32 / (kWarpsN * kWarpsK);
-  const int warp_k = threadIdx.x / 32 / kWarpsN % kWarpsK;
-  const int warp_column = threadIdx.x / 32 % kWarpsN * kBlocksN * 8;
-
-  // Where the thread copies its chunks of dy in a block of 16 pixels.
-  __device__ __forceinline__ void PlaceGradient(Addresses& gradient) const {
-#pragma unroll
-    for (int pass = 0; pass < 16 / kPassPixels; ++pass) {
-      gradient[pass] = SharedAddress(shared) +
-                       Gradient::Offset(RowOfPixel<T>(params, pass * kPassPixels + pixel_of_thread),
-                                        threadIdx.x % Gradient::kChunks);
-    }
-  }
-
-  __device__ __forceinline__ void LoadGradient(const Addresses& gradient, const PixelTile& tile,
-                                               int buffer) const {
+  auto load_gradient = [&](const PixelTile& tile, int buffer) {
     const T* image =
         dy + int64_t{tile.image} * (params.rows.out * params.columns.out) * params.k + n_of_thread;
 #pragma unroll
@@ -116,17 +109,24 @@ struct WgradCta {
       }
     }
     CopyAsyncCommit();
-  }
+  };
 
-  // Multiplies a k-block of 16 pixels.
-  __device__ __forceinline__ void Multiply(const PixelTile& tile, int32_t k_block, int buffer,
-                                           const Source& source, const Reader& reader,
-                                           Accumulators& acc) const {
+  const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  const int warp_m = threadIdx.x / 32 / (kWarpsN * kWarpsK);
+  const int warp_k = threadIdx.x / 32 / kWarpsN % kWarpsK;
+  const int warp_column = threadIdx.x / 32 % kWarpsN * kBlocksN * 8;
+  Source source(params, x, halo, m_first + warp_m * kBlocksM * 16);
+  const FragmentReader<T, Gradient, true> reader(SharedAddress(shared), warp_column);
+
+  float acc[kBlocksM][kBlocksN][4] = {};
+  TwoBuffers<PixelTile> walk(params);
+  // A k-block of 16 pixels.
+  auto multiply = [&](int32_t k_block, int buffer) {
     const int32_t down = k_block >> params.log2_across;
     const int32_t column = (k_block - (down << params.log2_across)) * 16;
     // Pixels outside y: their gradients are zero, but their x may be NaN.
-    const int32_t left = params.columns.out - tile.column - column;
-    if (tile.row + down >= params.rows.out || left <= 0) return;
+    const int32_t left = params.columns.out - walk.tile.column - column;
+    if (walk.tile.row + down >= params.rows.out || left <= 0) return;
     auto rows = [&](auto whole) {
       // Mask of the pixels of a word that are inside y.
       uint32_t mask[kSteps][2];
@@ -202,28 +202,56 @@ struct WgradCta {
     } else {
       rows(std::false_type());
     }
+  };
+  if (walk.index < params.tiles) {
+    load_gradient(walk.tile, 0);
+    source.LoadFirst(walk.tile);
+  }
+  while (walk.index < params.tiles) {
+    CopyAsyncWait<0>();
+    __syncthreads();
+    const int buffer = walk.buffer, other = walk.Other(1);
+    const PixelTile next(params, walk.NextIndex());
+    const bool more = walk.NextIndex() < params.tiles;
+    if (more) load_gradient(next, other);
+    if constexpr (kAsync) {
+      if (more) source.Load(next, other);
+#pragma unroll 1
+      for (int k_block = warp_k; k_block < kPixels / 16; k_block += kWarpsK) {
+        multiply(k_block, buffer);
+      }
+    } else {
+      HaloLoader<T>& loader = source.loader;
+      if (more) loader.Begin(next);
+      int k_block = warp_k;
+      // The next halo tile is copied in parts, each during the products of some k-blocks.
+      do {
+        if (loader.More()) loader.Load();
+        const int end = loader.Last()
+                            ? kPixels / 16
+                            : min(kPixels / 16, k_block + params.blocks_per_fetch * kWarpsK);
+#pragma unroll 1
+        for (; k_block < end; k_block += kWarpsK) multiply(k_block, buffer);
+        if (loader.More()) source.Store(other);
+      } while (loader.More() || k_block < kPixels / 16);
+    }
+    walk.Advance(next, 1);
   }
 
-  // The CTA's partial sums, the position of column 0 of their row m, and the distance between
-  // columns.
-  __device__ __forceinline__ float* Partial() const {
-    return static_cast<float*>(params.out) + blockIdx.x * params.out_elements +
-           batch * params.out_batch;
-  }
-  __device__ __forceinline__ float* RowOf(float* out, int32_t m) const {
+  float* out =
+      static_cast<float*>(params.out) + blockIdx.x * params.out_elements + batch * params.out_batch;
+  // The position of column 0 of a row of dw, and the distance between columns.
+  const int32_t step = Tag::kNarrow ? params.c : 1;
+  auto row_of = [&](int32_t m) -> float* {
     if constexpr (!Tag::kNarrow) return out + int64_t{m} * params.k;
     // dw is (tap, column, c), from its last tap on.
     int32_t tap, channel;
     params.c_divmod.Divmod(m, &tap, &channel);
     tap = params.rows.filter * params.columns.filter - 1 - tap;
     return out + int64_t{tap} * params.k * params.c + channel;
-  }
-  __device__ __forceinline__ int32_t Step() const { return Tag::kNarrow ? params.c : 1; }
-
-  // Stores the sums of warps that share their rows and columns, which are added in order through
-  // shared memory.
-  __device__ __forceinline__ void AddWarps(const Accumulators& acc) const {
-    float* const out = Partial();
+  };
+  if constexpr (kWarpsK > 1) {
+    // Adds the warps' sums in order through shared memory.
     static_assert(kWarpsK * kRows * 64 * 4 <= 2 * kGradientBytes);
     auto* sums = reinterpret_cast<float*>(shared);
     __syncthreads();
@@ -243,91 +271,27 @@ struct WgradCta {
 #pragma unroll
       for (int from = 0; from < kWarpsK; ++from) sum += sums[from * kRows * 64 + i];
       const int32_t m = Source::RowOf(params, m_first + i / 64), n = n_first + i % 64;
-      if (m >= 0 && n < params.k) RowOf(out, m)[n * Step()] = sum;
+      if (m >= 0 && n < params.k) row_of(m)[n * step] = sum;
     }
-  }
-
-  __device__ __forceinline__ void Store(const Accumulators& acc) const {
-    float* const out = Partial();
+  } else {
 #pragma unroll
     for (int i = 0; i < kBlocksM * 2; ++i) {
       const int32_t m = Source::RowOf(params, m_first + (warp_m * kBlocksM * 2 + i) * 8 + g);
       if (m < 0) continue;
-      float* const row = RowOf(out, m);
+      float* const row = row_of(m);
 #pragma unroll
       for (int j = 0; j < kBlocksN; ++j) {
         const int32_t n = n_first + warp_column + j * 8 + t * 2;
         if (n >= params.k) continue;
         const float2 pair = make_float2(acc[i / 2][j][i % 2 * 2], acc[i / 2][j][i % 2 * 2 + 1]);
         if constexpr (Tag::kNarrow) {
-          row[n * Step()] = pair.x;
-          row[(n + 1) * Step()] = pair.y;
+          row[n * step] = pair.x;
+          row[(n + 1) * step] = pair.y;
         } else {
           *reinterpret_cast<float2*>(row + n) = pair;
         }
       }
     }
-  }
-};
-
-template <class Tag>
-__global__ void __launch_bounds__(kThreads, Tag::kCtasPerSm)
-    WgradKernel(const __grid_constant__ Params params) {
-  using Cta = WgradCta<Tag>;
-  using T = typename Tag::T;
-  extern __shared__ __align__(1024) unsigned char shared[];
-  int32_t rest, n_part, m_part, batch;
-  params.column_parts.Divmod(blockIdx.y, &rest, &n_part);
-  params.row_parts.Divmod(rest, &batch, &m_part);
-  const Cta cta{params, shared, batch, m_part * Cta::kRows, n_part * 64};
-  typename Cta::Addresses gradient;
-  cta.PlaceGradient(gradient);
-  typename Cta::Source source(params, static_cast<const T*>(params.lhs) + batch * params.lhs_batch,
-                              shared + 2 * Cta::kGradientBytes,
-                              cta.m_first + cta.warp_m * Cta::kBlocksM * 16);
-  const typename Cta::Reader reader(SharedAddress(shared), cta.warp_column);
-  typename Cta::Accumulators acc = {};
-  TwoBuffers<PixelTile> walk(params);
-  if (walk.index < params.tiles) {
-    cta.LoadGradient(gradient, walk.tile, 0);
-    source.LoadFirst(walk.tile);
-  }
-  while (walk.index < params.tiles) {
-    CopyAsyncWait<0>();
-    __syncthreads();
-    const int buffer = walk.buffer, other = walk.Other(1);
-    const PixelTile next(params, walk.NextIndex());
-    const bool more = walk.NextIndex() < params.tiles;
-    if (more) cta.LoadGradient(gradient, next, other);
-    if constexpr (Cta::kAsync) {
-      if (more) source.Load(next, other);
-#pragma unroll 1
-      for (int k_block = cta.warp_k; k_block < Cta::kPixels / 16; k_block += Tag::kWarpsK) {
-        cta.Multiply(walk.tile, k_block, buffer, source, reader, acc);
-      }
-    } else {
-      HaloLoader<T>& loader = source.loader;
-      if (more) loader.Begin(next);
-      int k_block = cta.warp_k;
-      // The next halo tile is copied in parts, each during the products of some k-blocks.
-      do {
-        if (loader.More()) loader.Load();
-        const int end = loader.Last() ? Cta::kPixels / 16
-                                      : min(Cta::kPixels / 16,
-                                            k_block + params.blocks_per_fetch * Tag::kWarpsK);
-#pragma unroll 1
-        for (; k_block < end; k_block += Tag::kWarpsK) {
-          cta.Multiply(walk.tile, k_block, buffer, source, reader, acc);
-        }
-        if (loader.More()) source.Store(other);
-      } while (loader.More() || k_block < Cta::kPixels / 16);
-    }
-    walk.Advance(next, 1);
-  }
-  if constexpr (Tag::kWarpsK > 1) {
-    cta.AddWarps(acc);
-  } else {
-    cta.Store(acc);
   }
 }
 
