@@ -129,14 +129,29 @@ def platforms() -> tuple[str, ...]:
 
 
 def by_kernel(spec: ConvSpec, operands: Sequence[Any]) -> bool:
-    """Whether a kernel is selected for a convolution without an epilogue, of these types."""
-    sizes = spec.sizes(Op.FPROP, *(aval.shape for aval in operands))
-    dtypes = [np.dtype(operands[0].dtype)] * 2
+    """Whether a kernel is predicted faster than XLA's convolution and a pass over its result.
+
+    Args:
+        spec: of a convolution without an epilogue, with the algorithm "native".
+        operands: the types of image and filter.
+    """
     platform = platforms()[0]
-    return (
-        platform in native.PLATFORMS
-        and bilinear.select(platform, Op.FPROP, spec, sizes, *dtypes)[0].instance is not None
-    )
+    if platform not in native.PLATFORMS:
+        return False
+    dtype = np.dtype(operands[0].dtype)
+    problem = (platform, spec.sizes(Op.FPROP, *(aval.shape for aval in operands)), dtype)
+    chosen, _ = Bilinear(Op.FPROP, spec, dtype).select(*problem)
+    if chosen.instance is None:
+        return False
+    of_bias, _ = Fused(spec, Epilogue(bias=True), dtype).select(*problem)
+    xla = chosen.xla_microseconds
+    known = 0 not in (chosen.microseconds, xla, of_bias.xla_microseconds)
+    return not known or chosen.microseconds < xla + _one_pass(of_bias.xla_microseconds, xla)
+
+
+def _one_pass(of_epilogue: float, plain: float) -> float:
+    """XLA's time for a pass over a convolution's result, from its times with and without terms."""
+    return (of_epilogue - plain) / 2
 
 
 def slower(
@@ -181,7 +196,7 @@ def slower(
             plain, _ = Bilinear(Op.FPROP, spec, np.dtype(out_dtype)).select(*problem)
             one_pass = chosen.xla_microseconds - plain.xla_microseconds
             if form.terms or form.activation is not None:
-                one_pass /= 2
+                one_pass = _one_pass(chosen.xla_microseconds, plain.xla_microseconds)
             if absorbed and not form.statistics:
                 one_pass = 0.0
             apart = min(plain.microseconds, plain.xla_microseconds) + one_pass

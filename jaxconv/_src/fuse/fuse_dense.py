@@ -5,7 +5,8 @@ A product of an array's channels with a matrix, whose result one call of ``norma
 exact GELU, a scale, or a shortcut after the bias, so these need a pass over the product's result.
 If the epilogue is predicted to be slower than this pass, a plain convolution replaces the product
 of a function that reads its operand several times. After a product XLA computes such a function in
-two passes, the first of which stores an intermediate result; after a call it needs one pass.
+two passes, the first of which stores an intermediate result; after a call it needs one pass, so the
+call may take as much longer than the product.
 
 This applies only to calls that are not differentiated. A derivative needs the product's result in
 memory and has two more products, which XLA computes faster than convolutions. A differentiated call
@@ -22,7 +23,7 @@ import jax
 from jax.extend.core import JaxprEqn, Var
 
 from jaxconv._src import compat
-from jaxconv._src.call import override_state
+from jaxconv._src.call import override_state, selection
 from jaxconv._src.conv import fused, primitives
 from jaxconv._src.fuse import fuse_convolution
 from jaxconv._src.fuse.fuse_graph import Graph, is_float, traced, type_of
@@ -149,8 +150,9 @@ def _find(graph: Graph, position: int) -> _Dense | None:
         if not fuse_convolution.slower(spec, types, of_call, *options, by_kernel=True):
             return _Dense(made, call, spec, of_call)
     act = form.activation
-    if act is not None and act.mask is None and fuse_convolution.by_kernel(spec, types):
-        return _Dense(made, call, spec, None)
+    by_kernel = dataclasses.replace(spec, algorithm=(selection.NATIVE, *spec.algorithm[1:]))
+    if act is not None and act.mask is None and fuse_convolution.by_kernel(by_kernel, types):
+        return _Dense(made, call, by_kernel, None)
     return None
 
 
