@@ -105,8 +105,8 @@ void TestCuts() {
         const int64_t parts = PartsOfRows(segments, rows, channels);
         Expect(CheckCut(segments, rows, channels, parts).ok(), "a cut that is taken");
         // No part of moments is empty.
-        const int64_t block =
-            normalisation::RowsOfThread("moments", DType::kBF16) * int64_t{ChannelThreads(channels).steps};
+        const int64_t block = normalisation::RowsOfThread("moments", DType::kBF16) *
+                              int64_t{ChannelThreads(channels).steps};
         Expect(parts == 1 || parts * block <= rows, "rows in every part");
       }
     }

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 from jaxprs import equations
 from training_programs import conv, draw
 
@@ -115,3 +116,23 @@ def test_what_stays(case):
 
     fused = calls(jaxconv.fuse(function), PARAMETERS, x)
     assert not fused["jaxconv_activated_sums"] and fused["reduce_sum"] == 1, fused
+
+
+def test_channels_first():
+    """The call of the layer has its channels last; the program has them first."""
+
+    def function(p, x):
+        numbers = ("NCHW", "HWIO", "NCHW")
+        y = lax.conv_general_dilated(x, p["w"], (1, 1), "SAME", dimension_numbers=numbers)
+        spread = {name: p[name][:, None, None] for name in ("mean", "gain", "offset")}
+        wide = (y.astype(jnp.float32) - spread["mean"]) * spread["gain"] + spread["offset"]
+        z = jax.nn.hard_swish(wide).astype(x.dtype)
+        return z * z.mean((2, 3), keepdims=True)
+
+    x = X.transpose(0, 3, 1, 2)
+    fused = calls(jaxconv.fuse(function), PARAMETERS, x)
+    assert fused["jaxconv_activated_sums"] == 1 and fused["reduce_sum"] == 0, fused
+    ours, theirs = (jax.jit(f)(PARAMETERS, x) for f in (jaxconv.fuse(function), function))
+    np.testing.assert_allclose(
+        ours.astype(np.float32), theirs.astype(np.float32), rtol=3e-2, atol=3e-2
+    )

@@ -60,7 +60,7 @@ _STORING = {
 }
 
 # Operations that give their operand's elements.
-_MOVING = (*IDENTITIES, "reshape", "transpose", "squeeze", "expand_dims")
+MOVING = (*IDENTITIES, "reshape", "transpose", "squeeze", "expand_dims")
 
 # The most equations of an activation.
 _LONGEST = 40
@@ -261,7 +261,7 @@ class _Stops:
             return True
         if any(eqn.primitive.name not in self._computed for eqn in uses):
             return True
-        moved = [eqn.outvars[0] for eqn in uses if eqn.primitive.name in _MOVING]
+        moved = [eqn.outvars[0] for eqn in uses if eqn.primitive.name in MOVING]
         return any(_read_by_moments(self._graph, v) for v in moved)
 
 
@@ -511,7 +511,7 @@ def _readers(graph: Graph, array: Var) -> list[tuple[int, Var]] | None:
     found: list[tuple[int, Var]] = []
     for use in graph.uses(array):
         eqn = graph.eqns[use]
-        if eqn.primitive.name in _MOVING:
+        if eqn.primitive.name in MOVING:
             inner = _readers(graph, eqn.outvars[0])
             if not inner:
                 return []
@@ -537,7 +537,7 @@ def _stores(graph: Graph, reader: tuple[int, Var]) -> bool:
 def in_memory(graph: Graph, array: Any) -> bool:
     """Whether an array is stored; XLA computes elementwise results where it reads them."""
     made = graph.producer(array)
-    while made is not None and made.primitive.name in _MOVING:
+    while made is not None and made.primitive.name in MOVING:
         made = graph.producer(made.invars[0])
     if made is None:
         return True
@@ -577,6 +577,6 @@ def _read_from_memory(graph: Graph, array: Var) -> bool:
         )
         if eqn.primitive.name in _STORING and not summed:
             return True
-        if eqn.primitive.name in _MOVING and _read_from_memory(graph, eqn.outvars[0]):
+        if eqn.primitive.name in MOVING and _read_from_memory(graph, eqn.outvars[0]):
             return True
     return False

@@ -7,7 +7,8 @@ of ``normalise`` is not in memory: ``activated_sums`` reads the call's operand.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -29,9 +30,6 @@ LEAST_BYTES = 4_000_000
 # Activations of few instructions. With silu the kernel takes 515 us in EfficientNet-B0's inference,
 # and XLA, which computes silu while it sums, 404.
 _QUICK = ("relu", "relu6", "leaky_relu", "hard_swish")
-
-# Sums of an array as it is.
-_PLAIN = dict(gradients=1, arrays=0, masked_by="none", stores=False, above=None, below=None)
 
 
 def rewritten(eqns: Sequence[JaxprEqn], outvars: Sequence[Any]) -> list[JaxprEqn]:
@@ -60,39 +58,41 @@ def _quick(form: Form) -> bool:
     return act is not None and epilogue.parse_activation(act.activation)[0] in _QUICK
 
 
+def _sums(graph: Graph, array: Var, axis: int) -> tuple[list[Any], Callable[..., Any]] | None:
+    """What a call reads, and the call that sums an array over each example's positions, or None."""
+    aval = type_of(array)
+    segments = aval.shape[0]
+    made, z = graph.producer(array), array
+    while made is not None and made.primitive.name in ("transpose", *fuse_layers.MOVING):
+        (z,) = made.invars
+        made = graph.producer(z)
+    if made is not None and made.primitive is normalise.normalise_p:
+        form, of_z = made.params["form"], type_of(z)
+        taken = of_z.shape[0] == segments and of_z.shape[-1] == aval.shape[axis]
+        taken = taken and activated_sums.accepts(form, of_z.shape, of_z.dtype, segments)
+        if not (taken and _quick(form) and not fuse_layers.in_memory(graph, z)):
+            return None
+        call = functools.partial(activated_sums.activated_sums, form=form, segments=segments)
+        return [z, *made.invars], call
+    form = Sums(1, 0, "none", stores=False, above=None, below=None, segments=segments)
+    last = (*aval.shape[:axis], *aval.shape[axis + 1 :], aval.shape[axis])
+    if z is not array or not fuse_layers.in_memory(graph, array):
+        return None
+    if not masked_sums.accepts(form, last, aval.dtype):
+        return None
+    return [array], lambda y: masked_sums.masked_sums(jnp.moveaxis(y, axis, -1), form=form)[0]
+
+
 def _means(graph: Graph, array: Var, axis: int) -> dict[int, list[JaxprEqn]]:
     """The sums of an array by a call, and what they answer, by position; or nothing."""
     found = fuse_statistics.means(graph, array, axis)
-    if not found:
+    of_call = _sums(graph, array, axis) if found else None
+    if of_call is None:
         return {}
+    operands, sums = of_call
     aval = type_of(array)
     segments, channels = aval.shape[0], aval.shape[axis]
-    last = (*aval.shape[:axis], *aval.shape[axis + 1 :], channels)
     count = aval.size // (segments * channels)
-    made = graph.producer(array)
-    operands = [array]
-    if fuse_layers.in_memory(graph, array):
-        form = Sums(**_PLAIN, segments=segments)
-        if not masked_sums.accepts(form, last, aval.dtype):
-            return {}
-
-        def sums(array: jax.Array) -> jax.Array:
-            (found,) = masked_sums.masked_sums(jnp.moveaxis(array, axis, -1), form=form)
-            return found
-
-    elif made is not None and made.primitive is normalise.normalise_p:
-        of_call = made.params["form"]
-        if not _quick(of_call) or not activated_sums.accepts(
-            of_call, aval.shape, aval.dtype, segments
-        ):
-            return {}
-        operands += made.invars
-
-        def sums(*operands: jax.Array) -> jax.Array:
-            return activated_sums.activated_sums(*operands, form=of_call, segments=segments)
-
-    else:
-        return {}
 
     def call(*operands: jax.Array) -> list[jax.Array]:
         mean = sums(*operands).reshape(segments, channels) / count

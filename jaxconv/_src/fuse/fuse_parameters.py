@@ -111,7 +111,8 @@ def _written(graph: Graph, atom: Var) -> _Written | None:
         return None
     if explicit_mesh.mesh_of(aval) is not None:
         return None
-    written, known = _Written(), {}
+    written = _Written()
+    known: dict[Any, int | None] = {}
     value = _value(graph, atom, size, written, known)
     if value is None or not written.operands or not written.steps:
         return None  # no function, a constant, or an argument, perhaps in another shape
