@@ -37,6 +37,10 @@ TARGETS = ("", "sm_90a")
 # ELEMENTS elements. In float32 another order of summation gives up to 1.7 at large ratios.
 RATIO, ELEMENTS = {"bfloat16": 1.2, "float16": 1.2, "float32": 2.0}, 1000
 
+# Spellings with a larger ratio, at ratios of mean to standard deviation of 30: moments of single
+# channels under vmap.
+EXCEEDING = {"variance jnp.var; frame channels; float32 NHWC": 3.0}
+
 # XLA rounds where the program does. Otherwise XLA:CPU keeps a 16-bit convolution's result in
 # float32 for batch norm, which no GPU does.
 AS_WRITTEN = {"xla_allow_excess_precision": False}
@@ -51,12 +55,16 @@ RATIOS = (1.0, 30.0, 1000.0)
 
 
 def pytest_generate_tests(metafunc):
-    """The spellings of this run; growing seeds go through all of them."""
-    counts = {"traced": TRACED, "computed": COMPUTED}
+    """The spellings of this run; growing seeds go through all of them.
+
+    Those of GPUs are the same in every run, because the record of the GPU names them.
+    """
+    counts = {"traced": TRACED, "computed": COMPUTED, "compiled": TRACED}
     for fixture, count in counts.items():
         if fixture not in metafunc.fixturenames:
             continue
-        chosen, seed = list(ALL), metafunc.config.getoption("seed")
+        chosen = list(ALL)
+        seed = 0 if fixture == "compiled" else metafunc.config.getoption("seed")
         order = np.random.default_rng(0).permutation(len(chosen))
         names = [chosen[i] for i in np.roll(order, -seed * count)]
         if not metafunc.config.getoption("slow"):
@@ -173,9 +181,9 @@ def test_custom_calls_of_a_program_for_gpus(traced, order):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("order", ORDERS)
-def test_a_compiled_program_moves_the_canonical_bytes(traced, order):
+def test_a_compiled_program_moves_the_canonical_bytes(compiled, order):
     """In the program that XLA makes for this GPU, our calls and XLA's own kernels included."""
-    spelling = spelled(traced)
+    spelling = spelled(compiled)
     model = canonical(spelling.meaning)
     with jax.default_device(jax.devices("gpu")[0]):
         actual, expected = (
@@ -238,7 +246,8 @@ def assert_as_exact(spelling: Spelling, target: str) -> None:
 def exceeding(mean: dict[str, np.ndarray], spelling: Spelling) -> list[str]:
     """The errors of fused programs that are too large, from each program's mean errors."""
     theirs = mean["unfused"]
-    allowed = RATIO[spelling.dtype] * theirs + float(jax.numpy.finfo(spelling.dtype).eps)
+    ratio = EXCEEDING.get(spelling.name, RATIO[spelling.dtype])
+    allowed = ratio * theirs + float(jax.numpy.finfo(spelling.dtype).eps)
     return [
         f"{order}, array {at}: {mean[order][at]:.3g}, unfused {theirs[at]:.3g}"
         for order in ORDERS

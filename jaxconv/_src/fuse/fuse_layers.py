@@ -192,26 +192,12 @@ def _moments(
     last = (*aval.shape[:axis], *aval.shape[axis + 1 :], aval.shape[axis])
     if not found or not moments.accepts(last, aval.dtype, segments):
         return {}
-    kept = (segments, 2, last[-1]) if segments > 1 else (2, last[-1])
 
     def call(array: jax.Array) -> list[jax.Array]:
         return [moments.moments(jnp.moveaxis(array, axis, -1), segments=segments)]
 
-    positions = [graph.index(m.out) for m in found]
-    first = min(p for p in positions if p is not None)
     count = aval.size // (segments * last[-1])
-    try:
-        (like,) = jax.make_jaxpr(call)(aval).out_avals
-        assert like.shape == kept
-        statistics = compat.variable(like)
-        made = {first: traced(call, (array,), [statistics], graph, first)}
-        for moment, position in zip(found, positions, strict=True):
-            assert position is not None
-            answer = fuse_statistics.answered(graph, moment, statistics, count)
-            made[position] = [*made.get(position, []), *answer]
-    except (TypeError, ValueError, compat.ShardingTypeError):
-        return {}  # arrays of types that this does not know: the program's own sums
-    return made
+    return fuse_statistics.by_call(graph, found, call, [array], count)
 
 
 def axes_of_channels(graph: Graph) -> dict[Var, int]:

@@ -15,9 +15,8 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import JaxprEqn, Var
 
-from jaxconv._src import compat
 from jaxconv._src.fuse import fuse_layers, fuse_statistics
-from jaxconv._src.fuse.fuse_graph import Graph, is_float, traced, type_of
+from jaxconv._src.fuse.fuse_graph import Graph, is_float, type_of
 from jaxconv._src.passes import activated_sums, masked_sums, normalise
 from jaxconv._src.passes.masked_sums import Sums
 from jaxconv._src.passes.normalise import Form
@@ -98,15 +97,4 @@ def _means(graph: Graph, array: Var, axis: int) -> dict[int, list[JaxprEqn]]:
         mean = sums(*operands).reshape(segments, channels) / count
         return [jnp.stack([mean, jnp.zeros_like(mean)], 1)]  # as of moments, without squares
 
-    positions = [graph.index(m.out) for m in found]
-    first = min(p for p in positions if p is not None)
-    try:
-        statistics = compat.variable(jax.make_jaxpr(call)(*map(type_of, operands)).out_avals[0])
-        placed = {first: traced(call, tuple(operands), [statistics], graph, first)}
-        for moment, position in zip(found, positions, strict=True):
-            assert position is not None
-            answer = fuse_statistics.answered(graph, moment, statistics, count)
-            placed[position] = [*placed.get(position, []), *answer]
-    except (TypeError, ValueError, compat.ShardingTypeError):
-        return {}  # arrays of types that this does not know: the program's own sums
-    return placed
+    return fuse_statistics.by_call(graph, found, call, operands, count)

@@ -18,7 +18,7 @@ from jax.extend.core import JaxprEqn, Var
 
 from jaxconv._src import compat
 from jaxconv._src.fuse import fuse_convolution
-from jaxconv._src.fuse.fuse_graph import IDENTITIES, Graph, is_float, traced, type_of
+from jaxconv._src.fuse.fuse_graph import IDENTITIES, Graph, is_float, live, traced, type_of
 from jaxconv._src.passes import elementwise, normalise
 from jaxconv._src.passes.elementwise import Function, Result
 from jaxconv._src.sharding import explicit_mesh
@@ -65,12 +65,13 @@ def rewritten(eqns: Sequence[JaxprEqn], outvars: Sequence[Any]) -> list[JaxprEqn
         calls = [call for part in _parts(read) for call in _call(graph, read, part, behind)]
     except (TypeError, ValueError, compat.ShardingTypeError):
         return graph.eqns
-    return calls + [
+    rest = [
         eqn.replace(invars=[behind.get(a, a) if isinstance(a, Var) else a for a in eqn.invars])
         if _reads_memory(eqn)
         else eqn
         for eqn in graph.eqns
     ]
+    return live([*calls, *rest], outvars)
 
 
 class _Written:

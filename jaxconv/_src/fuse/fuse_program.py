@@ -73,7 +73,7 @@ def rewritten(closed: Any, fold: bool) -> tuple[Any, list[Any]]:
     extra: dict[Var, Any] = {}
     jaxpr = _fused(jaxpr, known, extra if fold else None)
     eqns = fuse_parameters.rewritten(jaxpr.eqns, jaxpr.outvars)
-    jaxpr = jaxpr.replace(eqns=live(eqns, jaxpr.outvars))
+    jaxpr = jaxpr.replace(eqns=eqns)
     return jaxpr.replace(constvars=[*jaxpr.constvars, *extra]), list(extra.values())
 
 

@@ -539,3 +539,33 @@ def answered(graph: Graph, moment: Moment, statistics: Var, count: int) -> list[
     operands = statistics, moment.atoms
     eqns = traced(compute, operands, [moment.out], graph, position)
     return [compat.within(graph.eqns[position], e) for e in eqns]
+
+
+def by_call(
+    graph: Graph,
+    found: Sequence[Moment],
+    call: Callable[..., list[Any]],
+    operands: Sequence[Any],
+    count: int,
+) -> dict[int, list[JaxprEqn]]:
+    """A call at the first of some sums, and what it answers, by position; or nothing.
+
+    Args:
+        graph: the program.
+        found: the sums.
+        call: a function of ``operands`` that returns a list of the moments alone.
+        operands: atoms.
+        count: the numbers of a channel that are summed.
+    """
+    positions = [graph.index(m.out) for m in found]
+    first = min(p for p in positions if p is not None)
+    try:
+        (like,) = jax.make_jaxpr(call)(*map(type_of, operands)).out_avals
+        statistics = compat.variable(like)
+        made = {first: traced(call, tuple(operands), [statistics], graph, first)}
+        for moment, position in zip(found, positions, strict=True):
+            assert position is not None
+            made[position] = [*made.get(position, []), *answered(graph, moment, statistics, count)]
+    except (TypeError, ValueError, compat.ShardingTypeError):
+        return {}  # arrays of types that this does not know: the program's own sums
+    return made
