@@ -43,11 +43,7 @@ BY_XLA = {
 
 # The largest ratio of the fused error to the unfused error, both norms over arrays with at least
 # ELEMENTS elements. In float32 another order of summation gives up to 1.7 at large ratios.
-RATIO, ELEMENTS = {"bfloat16": 1.2, "float16": 1.2, "float32": 2.0}, 1000
-
-# Spellings with a larger ratio, at ratios of mean to standard deviation of 30: moments of single
-# channels under vmap.
-EXCEEDING = {"variance jnp.var; frame channels; float32 NHWC": 3.0}
+RATIO, ELEMENTS = {"bfloat16": 1.2, "float16": 1.2, "float32": 2.7}, 1000
 
 # XLA rounds where the program does. Otherwise XLA:CPU keeps a 16-bit convolution's result in
 # float32 for batch norm, which no GPU does.
@@ -255,8 +251,7 @@ def assert_as_exact(spelling: Spelling, target: str) -> None:
 def exceeding(mean: dict[str, np.ndarray], spelling: Spelling) -> list[str]:
     """The errors of fused programs that are too large, from each program's mean errors."""
     theirs = mean["unfused"]
-    ratio = EXCEEDING.get(spelling.name, RATIO[spelling.dtype])
-    allowed = ratio * theirs + float(jax.numpy.finfo(spelling.dtype).eps)
+    allowed = RATIO[spelling.dtype] * theirs + float(jax.numpy.finfo(spelling.dtype).eps)
     return [
         f"{order}, array {at}: {mean[order][at]:.3g}, unfused {theirs[at]:.3g}"
         for order in ORDERS
