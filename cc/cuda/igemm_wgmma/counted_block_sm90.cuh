@@ -84,7 +84,7 @@ struct CountedRows {
   const uint32_t pitch;   // of a row, in bytes
   const int64_t first;    // of the lane's first vector in the tile's first block, in bytes
   const int32_t columns;  // of the output from the tile's first on
-  // Of the block that is stored: its first row in the tile, and its rows that are outputs.
+  // The first row of the stored block in the tile, and the number of its rows that are outputs.
   int32_t row = 0, rows = 0;
 
   // `row0`: the tile's first row; `staging`: a block's address.

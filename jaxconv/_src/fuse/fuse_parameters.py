@@ -36,8 +36,9 @@ _STEPS |= {"max": "max", "min": "min", "neg": "neg", "rsqrt": "rsqrt", "sqrt": "
 # The most elements of an array for which a launch takes a large part of the time.
 MOST_ELEMENTS = 1 << 20
 
-# The number of a function's first step, behind the most operands and constants.
-_FIRST_STEP = elementwise.MOST_OPERANDS + elementwise.MOST_CONSTANTS
+# A value of a function that is being built: its kind, and its position among those of the kind.
+_Value = tuple[int, int]
+_OPERAND, _CONSTANT, _STEP = range(3)
 
 # The fewest results that are worth a call.
 _FEWEST = 2
@@ -80,28 +81,21 @@ class _Written:
     Attributes:
         operands: the arguments.
         constants: numbers.
-        steps: of ``Function``, whose values are numbered as if it had the most operands and
-            constants.
+        steps: names of ``elementwise.STEPS``, with the values that each reads.
     """
 
     def __init__(self) -> None:
         self.operands: list[Var] = []
         self.constants: list[float] = []
-        self.steps: list[tuple[str, tuple[int, ...]]] = []
+        self.steps: list[tuple[str, tuple[_Value, ...]]] = []
 
     @property
     def function(self) -> Function:
-        """The function with its values numbered without gaps."""
-        counts = len(self.operands), len(self.constants)
-
-        def number(value: int) -> int:
-            if value >= _FIRST_STEP:
-                return value - _FIRST_STEP + sum(counts)
-            most = elementwise.MOST_OPERANDS
-            return value if value < most else value - most + counts[0]
-
-        steps = [(name, tuple(map(number, values))) for name, values in self.steps]
-        return Function(counts[0], tuple(self.constants), tuple(steps))
+        """The function, with its values numbered."""
+        operands, constants = len(self.operands), len(self.constants)
+        first = (0, operands, operands + constants)  # by kind
+        steps = [(name, tuple(first[k] + at for k, at in read)) for name, read in self.steps]
+        return Function(operands, tuple(self.constants), tuple(steps))
 
 
 def _written(graph: Graph, atom: Var) -> _Written | None:
@@ -113,37 +107,37 @@ def _written(graph: Graph, atom: Var) -> _Written | None:
     if explicit_mesh.mesh_of(aval) is not None:
         return None
     written = _Written()
-    known: dict[Any, int | None] = {}
+    known: dict[Any, _Value | None] = {}
     value = _value(graph, atom, size, written, known)
     if value is None or not written.operands or not written.steps:
         return None  # no function, a constant, or an argument, perhaps in another shape
-    last, operands = written.steps[-1]
-    alone = len(written.steps) == 1 and operands == (0,) and not written.constants
-    behind_another = operands == (_FIRST_STEP + len(written.steps) - 2,)
+    last, read = written.steps[-1]
+    alone = len(written.steps) == 1 and read == ((_OPERAND, 0),) and not written.constants
+    behind_another = read == ((_STEP, len(written.steps) - 2),)
     if last == np.dtype(aval.dtype).name and (alone or behind_another):
         written.steps.pop()  # the store rounds
     return written
 
 
 def _value(
-    graph: Graph, atom: Any, size: int, written: _Written, known: dict[Any, int | None]
-) -> int | None:
-    """The number of an atom's value in a function, which this extends, or None."""
+    graph: Graph, atom: Any, size: int, written: _Written, known: dict[Any, _Value | None]
+) -> _Value | None:
+    """An atom's value in a function, which this extends, or None."""
     number = graph.constant(atom)
     if number is not None:
         if number not in written.constants:
             if len(written.constants) == elementwise.MOST_CONSTANTS:
                 return None
             written.constants.append(number)
-        return elementwise.MOST_OPERANDS + written.constants.index(number)
+        return _CONSTANT, written.constants.index(number)
     if atom not in known:
         known[atom] = _computed(graph, atom, size, written, known)
     return known[atom]
 
 
 def _computed(
-    graph: Graph, atom: Any, size: int, written: _Written, known: dict[Any, int | None]
-) -> int | None:
+    graph: Graph, atom: Any, size: int, written: _Written, known: dict[Any, _Value | None]
+) -> _Value | None:
     aval = type_of(atom)
     elements = math.prod(aval.shape)
     if not is_float(aval.dtype) or elements not in (1, size):
@@ -155,7 +149,7 @@ def _computed(
             if len(written.operands) == elementwise.MOST_OPERANDS:
                 return None
             written.operands.append(atom)
-        return written.operands.index(atom)
+        return _OPERAND, written.operands.index(atom)
     name = made.primitive.name
     spreads = name == "broadcast_in_dim" and len(made.invars) == 1
     if spreads:
@@ -177,17 +171,17 @@ def _computed(
     return step if step is None else _rounded(step, aval, written)
 
 
-def _rounded(value: int, aval: Any, written: _Written) -> int | None:
+def _rounded(value: _Value, aval: Any, written: _Written) -> _Value | None:
     if aval.dtype == np.float32:
         return value
     return _step(np.dtype(aval.dtype).name, (value,), written)
 
 
-def _step(name: str, values: tuple[int, ...], written: _Written) -> int | None:
+def _step(name: str, values: tuple[_Value, ...], written: _Written) -> _Value | None:
     if len(written.steps) == elementwise.MOST_STEPS:
         return None
     written.steps.append((name, values))
-    return _FIRST_STEP + len(written.steps) - 1
+    return _STEP, len(written.steps) - 1
 
 
 def _parts(read: dict[Var, _Written]) -> list[list[Var]]:
