@@ -24,12 +24,17 @@ from jax import lax
 from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import ad, mlir
-from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxconv._src import compat
 from jaxconv._src.call import rules
 from jaxconv._src.library import custom_call, native
-from jaxconv._src.passes.masked_sums import accepts_rows, key_of_rows, of_segments, over_segments
+from jaxconv._src.passes.masked_sums import (
+    accepts_rows,
+    key_of_rows,
+    of_segments,
+    over_segments,
+    type_of_sums,
+)
 from jaxconv._src.passes.normalise import Form
 from jaxconv._src.problem import epilogue
 from jaxconv._src.sharding.partition import Tensors
@@ -84,13 +89,7 @@ def in_jax(z: jax.Array, *operands: jax.Array, form: Form, segments: int) -> jax
 
 
 def _abstract_eval(*operands: Any, form: Form, segments: int) -> Any:
-    y = operands[1]
-    sums = y.update(
-        shape=(*of_segments(segments), 1, y.shape[-1]),
-        dtype=np.dtype(np.float32),
-        weak_type=False,
-        sharding=NamedSharding(y.sharding.mesh, PartitionSpec()),
-    )
+    sums = type_of_sums(operands[1], segments, 1)
     return result_types(_ActivatedSums(form, segments), [sums], *operands)[0]
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -118,7 +119,7 @@ def in_jax(*operands: jax.Array, results: tuple[Result, ...]) -> list[jax.Array]
 def key(operands: Sequence[Any], results: tuple[Result, ...]) -> str:
     """The key of the pass."""
     moved = sum(o.size * o.dtype.itemsize for o in operands)
-    moved += sum(int(np.prod(r.shape)) * r.dtype.itemsize for r in results)
+    moved += sum(math.prod(r.shape) * r.dtype.itemsize for r in results)
     return f"elementwise f32 n{len(results)} b{moved}"
 
 

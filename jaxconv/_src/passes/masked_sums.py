@@ -219,12 +219,7 @@ def over_segments(reduce: Callable[..., jax.Array], array: jax.Array, segments: 
 
 def _abstract_eval(*operands: Any, form: Sums) -> list[Any]:
     gradient = operands[0]
-    sums = gradient.update(
-        shape=(*of_segments(form.segments), 1 + form.arrays, gradient.shape[-1]),
-        dtype=np.dtype(np.float32),
-        weak_type=False,
-        sharding=NamedSharding(gradient.sharding.mesh, PartitionSpec()),
-    )
+    sums = type_of_sums(gradient, form.segments, 1 + form.arrays)
     results = [gradient, sums] if form.stores else [sums]
     return result_types(_MaskedSums(form), results, *operands)
 
@@ -233,6 +228,16 @@ def _jvp(primals, tangents, *, form: Sums):
     tangents = [ad.instantiate_zeros(t) if isinstance(t, ad.Zero) else t for t in tangents]
     _, out = jax.jvp(functools.partial(in_jax, form=form), tuple(primals), tuple(tangents))
     return masked_sums_p.bind(*primals, form=form), out
+
+
+def type_of_sums(array: Any, segments: int, count: int) -> Any:
+    """The type of ``count`` sums over an array's positions, or over those of each segment."""
+    return array.update(
+        shape=(*of_segments(segments), count, array.shape[-1]),
+        dtype=np.dtype(np.float32),
+        weak_type=False,
+        sharding=NamedSharding(array.sharding.mesh, PartitionSpec()),
+    )
 
 
 def of_segments(segments: int) -> tuple[int, ...]:

@@ -21,7 +21,6 @@ import numpy as np
 from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import ad, mlir
-from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxconv._src.call import rules
 from jaxconv._src.library import custom_call, native
@@ -31,6 +30,7 @@ from jaxconv._src.passes.masked_sums import (
     key_of_rows,
     of_segments,
     over_segments,
+    type_of_sums,
 )
 from jaxconv._src.sharding import partition
 from jaxconv._src.sharding.partition import Tensors
@@ -83,13 +83,7 @@ def _jvp(primals, tangents, *, segments: int):
 
 
 def _abstract_eval(y: Any, *, segments: int) -> Any:
-    found = y.update(
-        shape=(*of_segments(segments), 2, y.shape[-1]),
-        dtype=np.dtype(np.float32),
-        weak_type=False,
-        sharding=NamedSharding(y.sharding.mesh, PartitionSpec()),
-    )
-    return result_types(_Moments(segments), [found], y)[0]
+    return result_types(_Moments(segments), [type_of_sums(y, segments, 2)], y)[0]
 
 
 def _batch(operands, mapped_axes, *, segments: int):
