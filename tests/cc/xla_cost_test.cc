@@ -127,7 +127,8 @@ std::vector<Measured> ReadMeasured() {
     row.lax = std::stod(field);
     while (std::getline(fields, field, '\t')) {
       const size_t at = field.find('=');
-      row.kernels[field.substr(0, at)] = std::stod(field.substr(at + 1));
+      // The slices of an instance do not matter here.
+      row.kernels[field.substr(0, std::min(at, field.find('/')))] = std::stod(field.substr(at + 1));
     }
     found.push_back(row);
   }

@@ -1,0 +1,53 @@
+#include "cuda/common/predicted_time.h"
+
+#include <algorithm>
+#include <iterator>
+
+namespace jaxconv {
+namespace {
+
+// An H200's; other GPUs scale it by their rates.
+#define EXPOSED(share) constexpr double kExposed = share;
+#define UNFITTED_US(us) constexpr double kUnfittedUs = us;
+#include "cuda/calibration/h200.def"
+constexpr FormTime Line(std::string_view form, std::string_view operations,
+                        std::string_view operands, double sm_share, double dram_share = 1,
+                        double fixed_us = kUnfittedUs) {
+  return {form, operations, operands, sm_share, dram_share, fixed_us};
+}
+constexpr FormTime kForms[] = {
+#define FORM(...) Line(__VA_ARGS__),
+#include "cuda/calibration/h200.def"
+};
+
+}  // namespace
+
+std::string_view OperandsName(const ConvProblem& problem, bool tf32, bool three_tf32) {
+  if (problem.lhs_dtype() != DType::kF32) return "16-bit";
+  return three_tf32 ? "3xtf32" : tf32 ? "tf32" : "fp32";
+}
+
+std::string_view OperationsName(const ConvProblem& problem) {
+  return problem.op == Op::kWgrad ? "wgrad" : "fprop, dgrad";
+}
+
+const FormTime* FindFormTime(std::string_view form, std::string_view operations,
+                             std::string_view operands) {
+  const auto found = std::find_if(std::begin(kForms), std::end(kForms), [&](const FormTime& line) {
+    return line.form == form && line.operations == operations && line.operands == operands;
+  });
+  return found == std::end(kForms) ? nullptr : &*found;
+}
+
+double PredictedMicroseconds(const TimeTerms& terms, const FormTime& form) {
+  const double sm[] = {terms.tensor_cores, terms.loads, terms.stores};
+  const double dram = terms.dram / form.dram_share;
+  double longest = dram, sum = dram;
+  for (const double term : sm) {
+    longest = std::max(longest, term / form.sm_share);
+    sum += term / form.sm_share;
+  }
+  return form.fixed_us + terms.launch + longest + kExposed * (sum - longest);
+}
+
+}  // namespace jaxconv
