@@ -42,6 +42,8 @@ REPOSITORY = pathlib.Path(__file__).resolve().parents[1]
 CALIBRATION = REPOSITORY / "cc" / "cuda" / "calibration" / "h200.def"
 TARGET = "h200"
 
+Name = tuple[str, str, str]  # form, operations, operands
+
 # Errors below this count by their squares, larger ones by their absolute value. Times repeat within
 # 1 %; a process of XLA picks other kernels than the next.
 ROBUST = 0.03
@@ -73,11 +75,15 @@ SHORT_US = 60.0
 UNFITTED_US = 3.0
 SPREAD = 1.5
 
+# Forms that take the parameters of the nearest form until they have ROWS measured rows.
+GATHER, WGRAD = "fprop, dgrad", "wgrad"
+NEAREST: dict[Name, Name] = {
+    ("igemm_wmma", GATHER, "16-bit"): ("igemm_wmma", GATHER, "tf32"),
+    ("igemm_wmma", WGRAD, "16-bit"): ("igemm_wmma", WGRAD, "tf32"),
+}
+
 OVERLAPPED = 4  # the terms before the launch
 DRAM = 3
-
-Name = tuple[str, str, str]  # form, operations, operands
-
 
 @dataclasses.dataclass
 class Rows:
@@ -173,9 +179,16 @@ def fit(rows: Rows, exposed: float, fixed: float = UNFITTED_US) -> Fit:
     return Fit(tuple(float(f"{value:.3g}") for value in parameters(best.x)), best.cost)
 
 
+def nearest(name: Name, forms: Forms) -> Name | None:
+    """The form whose parameters a form takes, if it has too few rows for its own."""
+    few = name not in forms or len(forms[name].measured) < ROWS
+    return NEAREST.get(name) if few else None
+
+
 def fit_all(forms: Forms, exposed: float) -> dict[Name, Fit]:
-    """The parameters of all forms."""
+    """The parameters of all forms that have their own."""
     fits = {name: fit(rows, exposed) for name, rows in forms.items() if fits_fixed(rows)}
+    forms = {name: rows for name, rows in forms.items() if not nearest(name, forms)}
     for (form, operations, operands), rows in forms.items():
         name = form, operations, operands
         if name not in fits:
@@ -201,8 +214,14 @@ def line(name: Name, rows: Rows, found: Fit, exposed: float) -> str:
         numbers = numbers[: 1 if numbers[1] == 1 else 2]
     words = [f"{json.dumps(word)}," for word in name]
     text = f"FORM({words[0]:26}{words[1]:17}{words[2]:11}"
-    text += ", ".join(f"{value:6.4g}" for value in numbers)
-    return f"{text + ')':81}// {len(rows.measured):3} {least} {median} {most}"
+    text += ", ".join(f"{value:6.4g}" for value in numbers) + ")"
+    return f"{text:81}  // {len(rows.measured):3} {least} {median} {most}"
+
+
+def like(name: Name, near: Name) -> str:
+    """The line of a form that takes another's parameters."""
+    words = ", ".join(json.dumps(word) for word in (*name, *near))
+    return f"LIKE({words})"
 
 
 HEADER = """\
@@ -216,6 +235,8 @@ HEADER = """\
 // UNFITTED_US(fixed us of forms without their own)
 // FORM(form, operations, operands, share of the SM's rates, share of the DRAM rate, fixed us)
 //   // measured rows; least, median and greatest predicted / measured
+// LIKE(form, operations, operands; the same of the form whose parameters it takes, because it has
+//   less than {rows} measured rows)
 //
 // Not fitted: fixed in forms with less than {rows} rows or none shorter than {short:g} us, where it
 // is that of the form with other operands or the default; DRAM share 1 in forms with the same ratio
@@ -229,9 +250,13 @@ HEADER = """\
 #ifndef FORM
 #define FORM(...)
 #endif
+#ifndef LIKE
+#define LIKE(...)
+#endif
 """
 
 FOOTER = """\
+#undef LIKE
 #undef FORM
 #undef UNFITTED_US
 #undef EXPOSED
@@ -249,8 +274,9 @@ def calibration(program: pathlib.Path) -> str:
         short=SHORT_US,
     )
     text += f"EXPOSED({exposed:g})\nUNFITTED_US({UNFITTED_US:g})"
-    lines = [line(name, rows, fits[name], exposed) for name, rows in forms.items()]
-    return "\n".join([text, *lines, FOOTER])
+    lines = [line(name, forms[name], found, exposed) for name, found in sorted(fits.items())]
+    likes = [like(name, near) for name in NEAREST if (near := nearest(name, forms))]
+    return "\n".join([text, *lines, *likes, FOOTER])
 
 
 def held_out(forms: Forms, parts: int = 5) -> dict[Name, np.ndarray]:
@@ -263,9 +289,10 @@ def held_out(forms: Forms, parts: int = 5) -> dict[Name, np.ndarray]:
         kept = {n: rows.chosen(~out[n]) for n, rows in forms.items() if not out[n].all()}
         exposed, fits = best_fit(kept)
         for name, which in out.items():
-            if which.any() and name in fits:
+            own = nearest(name, forms) or name
+            if which.any() and own in fits:
                 rows = forms[name].chosen(which)
-                ratio = rows.predicted(fits[name].parameters, exposed) / rows.measured
+                ratio = rows.predicted(fits[own].parameters, exposed) / rows.measured
                 errors[name][which] = np.log(ratio)
             else:
                 errors[name][which] = np.nan
@@ -285,7 +312,8 @@ def check(program: pathlib.Path) -> str:
     lines = ["form, operations, operands: rows, median abs(log) in the fit, held out"]
     every: dict[str, list[np.ndarray]] = defaultdict(list)
     for name, rows in forms.items():
-        ratio = rows.predicted(fits[name].parameters, exposed) / rows.measured
+        parameters = fits[nearest(name, forms) or name].parameters
+        ratio = rows.predicted(parameters, exposed) / rows.measured
         pair = np.abs(np.log(ratio)), np.abs(unseen[name])
         every["xla" if name[0].startswith("xla") else "kernels"].append(np.array(pair))
         medians = ", ".join(f"{np.nanmedian(each):.3f}" for each in pair)

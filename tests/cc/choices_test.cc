@@ -397,9 +397,7 @@ Status AnswerOfTerms(const ConvProblem& problem, const Gpu& gpu, const std::stri
     Plan plan;
     const int64_t slices = std::atoi(asked.substr(slash + 1).c_str());
     if (Status status = MakePlan(*kernel, problem, gpu, slices, &plan); !status.ok()) return status;
-    if (plan.form != nullptr) {
-      terms = {plan.form->form, plan.form->operations, plan.form->operands, plan.terms};
-    }
+    terms = {plan.form.form, plan.form.operations, plan.form.operands, plan.terms};
   }
   const TimeTerms& time = terms.time;
   std::cout << terms.form << '\t' << terms.operations << '\t' << terms.operands << '\t'

@@ -20,6 +20,10 @@ TileCost Tile128() {
   return tile;
 }
 
+double PredictMicroseconds(const TileCost& tile, const TiledWork& work, const Gpu& gpu) {
+  return PredictedMicroseconds(TermsOf(tile, work, gpu), FormTime());
+}
+
 TiledWork Work(int64_t ctas, double blocks) {
   TiledWork work;
   work.ctas = ctas;

@@ -20,6 +20,16 @@ constexpr FormTime kForms[] = {
 #include "cuda/calibration/h200.def"
 };
 
+// Forms with too few measured times, and the form whose parameters they take.
+struct Like {
+  std::string_view form, operations, operands;
+  std::string_view like_form, like_operations, like_operands;
+};
+constexpr Like kLikes[] = {
+#define LIKE(...) {__VA_ARGS__},
+#include "cuda/calibration/h200.def"
+};
+
 }  // namespace
 
 std::string_view OperandsName(const ConvProblem& problem, bool tf32, bool three_tf32) {
@@ -36,7 +46,23 @@ const FormTime* FindFormTime(std::string_view form, std::string_view operations,
   const auto found = std::find_if(std::begin(kForms), std::end(kForms), [&](const FormTime& line) {
     return line.form == form && line.operations == operations && line.operands == operands;
   });
-  return found == std::end(kForms) ? nullptr : &*found;
+  if (found != std::end(kForms)) return &*found;
+  for (const Like& like : kLikes) {
+    if (like.form == form && like.operations == operations && like.operands == operands) {
+      return FindFormTime(like.like_form, like.like_operations, like.like_operands);
+    }
+  }
+  return nullptr;
+}
+
+FormTime FormTimeOf(std::string_view form, std::string_view operations,
+                    std::string_view operands) {
+  const FormTime* found = FindFormTime(form, operations, operands);
+  FormTime named = found == nullptr ? FormTime() : *found;
+  named.form = form;
+  named.operations = operations;
+  named.operands = operands;
+  return named;
 }
 
 double PredictedMicroseconds(const TimeTerms& terms, const FormTime& form) {

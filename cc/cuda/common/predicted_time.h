@@ -36,9 +36,13 @@ std::string_view OperandsName(const ConvProblem& problem, bool tf32, bool three_
 // "fprop, dgrad" or "wgrad".
 std::string_view OperationsName(const ConvProblem& problem);
 
-// The line of a form; null if the calibration has none.
+// The line of a form, or the one that LIKE names; null if the calibration has neither.
 const FormTime* FindFormTime(std::string_view form, std::string_view operations,
                              std::string_view operands);
+
+// The same under the form's own names; full rates if the calibration has no such form.
+FormTime FormTimeOf(std::string_view form, std::string_view operations,
+                    std::string_view operands);
 
 // The rule: what overlaps nothing, the longest of the other terms, and a share of the rest.
 double PredictedMicroseconds(const TimeTerms& terms, const FormTime& form);

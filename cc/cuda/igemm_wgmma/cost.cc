@@ -99,14 +99,6 @@ TimeTerms ClusterTerms(const Instance& instance, const Traffic& traffic, const G
 
 }  // namespace
 
-const FormTime& FormOf(const Instance& instance, const ConvProblem& problem) {
-  static const FormTime none;
-  const FormTime* found =
-      FindFormTime("igemm_wgmma", OperationsName(problem),
-                   OperandsName(problem, /*tf32=*/true, instance.Is(kThreeTf32)));
-  return found == nullptr ? none : *found;
-}
-
 TimeTerms TermsOf(const Instance& instance, const ConvProblem& problem, const Geometry& geometry,
                   int64_t slices, int64_t partial_bytes, const Gpu& gpu) {
   const Traffic traffic(problem);

@@ -14,9 +14,6 @@ namespace jaxconv::igemm_wgmma {
 TimeTerms TermsOf(const Instance& instance, const ConvProblem& problem, const Geometry& geometry,
                   int64_t slices, int64_t partial_bytes, const Gpu& gpu);
 
-// The form's line of the calibration.
-const FormTime& FormOf(const Instance& instance, const ConvProblem& problem);
-
 }  // namespace jaxconv::igemm_wgmma
 
 #endif  // JAXCONV_CUDA_IGEMM_WGMMA_COST_H_

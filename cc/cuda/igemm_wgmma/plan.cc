@@ -216,13 +216,14 @@ Status PlanIgemmWgmma(const KernelDesc& kernel, const ConvProblem& asked, const 
   }
   const int64_t most = MostSlices(instance, problem, geometry);
   const bool dynamic = Dynamic(instance, problem);
-  plan->form = &FormOf(instance, problem);
+  plan->form = FormTimeOf("igemm_wgmma", OperationsName(problem),
+                           OperandsName(problem, /*tf32=*/true, instance.Is(kThreeTf32)));
   auto terms = [&](int64_t count) {
     return TermsOf(instance, problem, geometry, count, PartialBytes(instance, geometry, count),
                    gpu);
   };
   auto microseconds = [&](int64_t count) {
-    return PredictedMicroseconds(terms(count), *plan->form);
+    return PredictedMicroseconds(terms(count), plan->form);
   };
   if (slices == 0) {
     slices = 1;
