@@ -15,8 +15,9 @@ constexpr int64_t kLineBytes = 128, kSectorBytes = 32;
 // TMA, for a row of a box (128 bytes of shared memory), by the alignment of the rows' pitch in
 // global memory: lines, sectors, less. Measured.
 constexpr double kRowCycles = 2.2, kSectorRowCycles = 3.2, kUnalignedRowCycles = 3.7;
-// Rows of the filter relative to those: all SMs read the same rows. Fitted.
-constexpr double kFilterRowShare = 0.6;
+// The same for rows that several CTAs read at about the same time: those of the filter, and those of
+// activations that tiles of several columns share. Measured: 1.6 cycles of 2.2.
+constexpr double kSharedRowShare = 0.75;
 // The producer thread, for a copy beside the first of a k-block. Fitted.
 constexpr double kCopyCycles = 180;
 // Between two tiles of a CTA: decoding the tile, filling the first registers. Fitted.
@@ -26,8 +27,9 @@ constexpr double kTileCycles = 300;
 constexpr double kStoreBytesPerCycle = 32;
 // The second kernel of split-K, bytes a cycle and SM. Fitted.
 constexpr double kReduceBytesPerCycle = 15;
-// Tensor-core time of tiles of 64 columns, which read a row of A for only 64 products. Fitted.
-constexpr double kNarrowColumns = 64, kNarrowExcess = 1.2;
+// Tensor-core time of tiles of 64 columns, which read a row of A for only 64 products. Fitted. By
+// mma.sync their warps have 32x32 results and read twice as much for a product as warps of 64x64.
+constexpr double kNarrowColumns = 64, kNarrowExcess = 1.2, kNarrowMmaSyncExcess = 2;
 // DRAM time of bytes beyond their number. Written ones; those of lines that two rows of results
 // share; those written sector by sector, where rows begin inside a line and where they do not.
 // Fitted.
@@ -86,7 +88,7 @@ TimeTerms ClusterTerms(const Instance& instance, const Traffic& traffic, const G
   const double waves = std::ceil(ctas / (kClusterCtasPerSm * sms));
   const double rows =
       static_cast<double>(instance.tile_m) * RowCycles(traffic.pitch_a) +
-      static_cast<double>(instance.tile_n) * kFilterRowShare * RowCycles(traffic.pitch_b);
+      static_cast<double>(instance.tile_n) * kSharedRowShare * RowCycles(traffic.pitch_b);
   const double exchange = slices > 1 ? kClusterExchangeCycles : 0;
   TimeTerms terms;
   terms.loads = Parts(geometry, slices) * std::max(waves * kClusterLoadCycles, ctas_of_sm * rows) /
@@ -127,11 +129,13 @@ TimeTerms TermsOf(const Instance& instance, const ConvProblem& problem, const Ge
   const double rate = instance.Is(kMmaSync) ? gpu.mma_sync_per_clock : gpu.wgmma_per_clock;
   const bool narrow = tile_n == kNarrowColumns && !instance.Is(kSwapAb) && !wgrad_filter_row;
   const double tensor = tile_m * tile_n * reduced * (instance.Is(kThreeTf32) ? 3 : 1) / rate *
-                        (narrow ? kNarrowExcess : 1);
+                        (!narrow                ? 1
+                         : instance.Is(kMmaSync) ? kNarrowMmaSyncExcess
+                                                 : kNarrowExcess);
   const double rows =
       tile_m / (taps_per_load * (wgrad_filter_row ? kWgradRowTaps : 1)) *
-          RowCycles(traffic.pitch_a) +
-      (stationary ? 0 : filters * columns * kFilterRowShare * RowCycles(traffic.pitch_b));
+          RowCycles(traffic.pitch_a) * (n_tiles > 1 ? kSharedRowShare : 1) +
+      (stationary ? 0 : filters * columns * kSharedRowShare * RowCycles(traffic.pitch_b));
   // One box of B for every 64 columns, but a single box of dy in TF32 wgrad; wgrad also loads one
   // box of x for every channel block of the tile.
   double copies = stationary ? 0 : wgrad && tf32 ? 1 : filters * columns / 64;
