@@ -80,6 +80,10 @@ GATHER, WGRAD = "fprop, dgrad", "wgrad"
 NEAREST: dict[Name, Name] = {
     ("igemm_wmma", GATHER, "16-bit"): ("igemm_wmma", GATHER, "tf32"),
     ("igemm_wmma", WGRAD, "16-bit"): ("igemm_wmma", WGRAD, "tf32"),
+    ("few_channels", GATHER, "tf32"): ("few_channels", GATHER, "16-bit"),
+    ("few_channels", GATHER, "3xtf32"): ("few_channels", GATHER, "16-bit"),
+    ("few_channels", WGRAD, "tf32"): ("few_channels", WGRAD, "16-bit"),
+    ("few_channels", WGRAD, "3xtf32"): ("few_channels", WGRAD, "16-bit"),
 }
 
 OVERLAPPED = 4  # the terms before the launch
