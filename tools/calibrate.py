@@ -80,6 +80,8 @@ GATHER, WGRAD = "fprop, dgrad", "wgrad"
 NEAREST: dict[Name, Name] = {
     ("igemm_wmma", GATHER, "16-bit"): ("igemm_wmma", GATHER, "tf32"),
     ("igemm_wmma", WGRAD, "16-bit"): ("igemm_wmma", WGRAD, "tf32"),
+    ("igemm_simt", GATHER, "16-bit"): ("igemm_simt", GATHER, "fp32"),
+    ("igemm_simt", WGRAD, "16-bit"): ("igemm_simt", WGRAD, "fp32"),
     ("few_channels", GATHER, "tf32"): ("few_channels", GATHER, "16-bit"),
     ("few_channels", GATHER, "3xtf32"): ("few_channels", GATHER, "16-bit"),
     ("few_channels", WGRAD, "tf32"): ("few_channels", WGRAD, "16-bit"),
