@@ -80,6 +80,13 @@ GATHER, WGRAD = "fprop, dgrad", "wgrad"
 NEAREST: dict[Name, Name] = {
     ("igemm_wmma", GATHER, "16-bit"): ("igemm_wmma", GATHER, "tf32"),
     ("igemm_wmma", WGRAD, "16-bit"): ("igemm_wmma", WGRAD, "tf32"),
+    **{
+        (form, operations, operands): (form, operations, "16-bit")
+        for form in ("block_diagonal", "block_diagonal runs", "block_diagonal rows")
+        for operations in (GATHER, WGRAD)
+        for operands in ("tf32", "3xtf32")
+        if (form, operations) != ("block_diagonal rows", WGRAD)
+    },
     ("igemm_simt", GATHER, "16-bit"): ("igemm_simt", GATHER, "fp32"),
     ("igemm_simt", WGRAD, "16-bit"): ("igemm_simt", WGRAD, "fp32"),
     ("few_channels", GATHER, "tf32"): ("few_channels", GATHER, "16-bit"),

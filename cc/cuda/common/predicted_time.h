@@ -30,6 +30,10 @@ struct FormTime {
   double fixed_us = 0;    // beside the launch term
 };
 
+// The additional DRAM time of a written byte, relative to one that is read. Fitted with the pointwise
+// layers of igemm_wgmma.
+inline constexpr double kWrittenExcess = 0.22;
+
 // The operands of a convolution as the calibration names them: "16-bit", "tf32", "3xtf32", "fp32".
 // `three_tf32`: the kernel multiplies float32 as three products; `tf32`: as one.
 std::string_view OperandsName(const ConvProblem& problem, bool tf32, bool three_tf32);

@@ -30,10 +30,10 @@ constexpr double kReduceBytesPerCycle = 15;
 // Tensor-core time of tiles of 64 columns, which read a row of A for only 64 products. Fitted. By
 // mma.sync their warps have 32x32 results and read twice as much for a product as warps of 64x64.
 constexpr double kNarrowColumns = 64, kNarrowExcess = 1.2, kNarrowMmaSyncExcess = 2;
-// DRAM time of bytes beyond their number. Written ones; those of lines that two rows of results
-// share; those written sector by sector, where rows begin inside a line and where they do not.
-// Fitted.
-constexpr double kWrittenExcess = 0.22, kSharedLineExcess = 0.8;
+// DRAM time of bytes beyond their number, also beside kWrittenExcess: those of lines that two rows of
+// results share; those written sector by sector, where rows begin inside a line and where they do
+// not. Fitted.
+constexpr double kSharedLineExcess = 0.8;
 constexpr double kSectorExcess = 0.9, kAlignedSectorExcess = 0.2;
 
 // Clusters, for each CTA on an SM: the latency of a load divided by the stages of the ring; the
