@@ -75,20 +75,25 @@ SHORT_US = 60.0
 UNFITTED_US = 3.0
 SPREAD = 1.5
 
-# Forms that take the parameters of the nearest form until they have ROWS measured rows.
+# Forms that take the parameters of the nearest form until they have OWN_ROWS measured rows.
+OWN_ROWS = 15
 GATHER, WGRAD = "fprop, dgrad", "wgrad"
 NEAREST: dict[Name, Name] = {
     ("igemm_wmma", GATHER, "16-bit"): ("igemm_wmma", GATHER, "tf32"),
     ("igemm_wmma", WGRAD, "16-bit"): ("igemm_wmma", WGRAD, "tf32"),
+    ("igemm_wmma", GATHER, "3xtf32"): ("igemm_wmma", GATHER, "tf32"),
+    ("igemm_simt", WGRAD, "fp32"): ("igemm_simt", GATHER, "fp32"),
+    ("depthwise", WGRAD, "16-bit"): ("depthwise tma", WGRAD, "16-bit"),
+    ("block_diagonal rows", GATHER, "16-bit"): ("block_diagonal runs", GATHER, "16-bit"),
     **{
         (form, operations, operands): (form, operations, "16-bit")
-        for form in ("block_diagonal", "block_diagonal runs", "block_diagonal rows")
+        for form in ("block_diagonal", "block_diagonal runs")
         for operations in (GATHER, WGRAD)
         for operands in ("tf32", "3xtf32")
-        if (form, operations) != ("block_diagonal rows", WGRAD)
     },
+    ("block_diagonal rows", GATHER, "tf32"): ("block_diagonal runs", GATHER, "16-bit"),
     ("igemm_simt", GATHER, "16-bit"): ("igemm_simt", GATHER, "fp32"),
-    ("igemm_simt", WGRAD, "16-bit"): ("igemm_simt", WGRAD, "fp32"),
+    ("igemm_simt", WGRAD, "16-bit"): ("igemm_simt", GATHER, "fp32"),
     ("few_channels", GATHER, "tf32"): ("few_channels", GATHER, "16-bit"),
     ("few_channels", GATHER, "3xtf32"): ("few_channels", GATHER, "16-bit"),
     ("few_channels", WGRAD, "tf32"): ("few_channels", WGRAD, "16-bit"),
@@ -194,14 +199,14 @@ def fit(rows: Rows, exposed: float, fixed: float = UNFITTED_US) -> Fit:
 
 def nearest(name: Name, forms: Forms) -> Name | None:
     """The form whose parameters a form takes, if it has too few rows for its own."""
-    few = name not in forms or len(forms[name].measured) < ROWS
+    few = name not in forms or len(forms[name].measured) < OWN_ROWS
     return NEAREST.get(name) if few else None
 
 
 def fit_all(forms: Forms, exposed: float) -> dict[Name, Fit]:
     """The parameters of all forms that have their own."""
-    fits = {name: fit(rows, exposed) for name, rows in forms.items() if fits_fixed(rows)}
     forms = {name: rows for name, rows in forms.items() if not nearest(name, forms)}
+    fits = {name: fit(rows, exposed) for name, rows in forms.items() if fits_fixed(rows)}
     for (form, operations, operands), rows in forms.items():
         name = form, operations, operands
         if name not in fits:
@@ -249,7 +254,7 @@ HEADER = """\
 // FORM(form, operations, operands, share of the SM's rates, share of the DRAM rate, fixed us)
 //   // measured rows; least, median and greatest predicted / measured
 // LIKE(form, operations, operands; the same of the form whose parameters it takes, because it has
-//   less than {rows} measured rows)
+//   less than {own_rows} measured rows)
 //
 // Not fitted: fixed in forms with less than {rows} rows or none shorter than {short:g} us, where it
 // is that of the form with other operands or the default; DRAM share 1 in forms with the same ratio
@@ -284,6 +289,7 @@ def calibration(program: pathlib.Path) -> str:
     text = HEADER.format(
         facts="\n".join(f"// {name}: {value}" for name, value in facts.items()),
         rows=ROWS,
+        own_rows=OWN_ROWS,
         short=SHORT_US,
     )
     text += f"EXPOSED({exposed:g})\nUNFITTED_US({UNFITTED_US:g})"
