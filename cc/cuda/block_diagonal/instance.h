@@ -45,7 +45,7 @@ struct Instance {
 Status Check(const KernelDesc& kernel, const Instance& instance, const ConvProblem& problem);
 
 // Bytes of x and y, written ones with their excess.
-double DramBytes(const Instance& instance, const ConvProblem& problem);
+double DramBytes(const Instance& instance, const ConvProblem& problem, const Gpu& gpu);
 
 // Sets the parameters that depend only on the problem.
 void DescribeOperands(const ConvProblem& problem, Params* params);

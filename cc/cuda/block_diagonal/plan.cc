@@ -63,11 +63,12 @@ void DescribeOperands(const ConvProblem& problem, Params* params) {
   params->group_stride = group * k_stride;
 }
 
-double DramBytes(const Instance& instance, const ConvProblem& problem) {
-  const auto x = static_cast<double>(problem.x_elements());
-  const auto y = static_cast<double>(problem.y_elements());
+double DramBytes(const Instance& instance, const ConvProblem& problem, const Gpu& gpu) {
+  const auto width = static_cast<double>(instance.element_bytes);
+  const double x = width * static_cast<double>(problem.x_elements());
+  const double y = width * static_cast<double>(problem.y_elements());
   const double written = problem.op == Op::kFprop ? y : problem.op == Op::kDgrad ? x : 0;
-  return static_cast<double>(instance.element_bytes) * (x + y + kWrittenExcess * written);
+  return x + y + WrittenExcess(written, gpu);
 }
 
 namespace {
@@ -320,7 +321,7 @@ Status MakePlan(const KernelDesc& kernel, const ConvProblem& problem, const Gpu&
   plan->terms = TermsOfTile(instance, params, ctas_of_sm, gpu);
   plan->terms.tensor_cores *= static_cast<double>(tiles);
   plan->terms.loads *= static_cast<double>(tiles);
-  plan->terms.dram = DramBytes(instance, problem) / gpu.dram_bytes_per_us;
+  plan->terms.dram = DramBytes(instance, problem, gpu) / gpu.dram_bytes_per_us;
   plan->terms.launch = gpu.launch_us + beside;
   plan->microseconds = PredictedMicroseconds(plan->terms, plan->form);
   plan->kernel = &kernel;

@@ -101,7 +101,7 @@ Status MakeRowsPlan(const KernelDesc& kernel, const ConvProblem& problem, const 
   plan->terms.tensor_cores =
       rows * static_cast<double>(ctas_of_sm * kRowPairs) * multiply / gpu.cycles_per_us();
   plan->terms.stores = rows * (multiply / 2 + kRowCycles) / gpu.cycles_per_us();
-  plan->terms.dram = DramBytes(instance, problem) / gpu.dram_bytes_per_us;
+  plan->terms.dram = DramBytes(instance, problem, gpu) / gpu.dram_bytes_per_us;
   plan->terms.launch =
       gpu.launch_us +
       kStartCycles * static_cast<double>(instance.block) / 16 / gpu.cycles_per_us();

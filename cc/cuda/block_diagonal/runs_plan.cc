@@ -227,7 +227,7 @@ Status MakeRunsPlan(const KernelDesc& kernel, const ConvProblem& problem, const 
   plan->terms = TermsOfTile(instance, params, ctas_of_sm, gpu);
   plan->terms.tensor_cores *= tiles;
   plan->terms.loads *= tiles;
-  plan->terms.dram = DramBytes(instance, problem) / gpu.dram_bytes_per_us;
+  plan->terms.dram = DramBytes(instance, problem, gpu) / gpu.dram_bytes_per_us;
   plan->terms.launch = gpu.launch_us + beside;
   plan->microseconds = PredictedMicroseconds(plan->terms, plan->form);
   plan->kernel = &kernel;

@@ -30,7 +30,14 @@ constexpr Like kLikes[] = {
 #include "cuda/calibration/h200.def"
 };
 
+// Fitted with the pointwise layers of igemm_wgmma.
+constexpr double kWrittenExcess = 0.27;
+
 }  // namespace
+
+double WrittenExcess(double bytes, const Gpu& gpu) {
+  return kWrittenExcess * std::max(0.0, bytes - static_cast<double>(gpu.l2_bytes) / 2);
+}
 
 std::string_view OperandsName(const ConvProblem& problem, bool tf32, bool three_tf32) {
   if (problem.lhs_dtype() != DType::kF32) return "16-bit";

@@ -10,6 +10,7 @@
 #include <string_view>
 
 #include "core/conv_problem.h"
+#include "cuda/common/gpu.h"
 
 namespace jaxconv {
 
@@ -30,9 +31,9 @@ struct FormTime {
   double fixed_us = 0;    // beside the launch term
 };
 
-// The additional DRAM time of a written byte, relative to one that is read. Fitted with the pointwise
-// layers of igemm_wgmma.
-inline constexpr double kWrittenExcess = 0.22;
+// The bytes that written ones cost beside their number: writes beyond half the L2, which holds the
+// rest until the next kernel, take longer than reads.
+double WrittenExcess(double bytes, const Gpu& gpu);
 
 // The operands of a convolution as the calibration names them: "16-bit", "tf32", "3xtf32", "fp32".
 // `three_tf32`: the kernel multiplies float32 as three products; `tf32`: as one.

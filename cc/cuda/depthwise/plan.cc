@@ -267,7 +267,7 @@ Status MakePlan(const KernelDesc& kernel, const ConvProblem& problem, const Gpu&
   const auto y_bytes = static_cast<double>(width * problem.y_elements());
   const double stored = wgrad ? 0 : problem.op == Op::kFprop ? y_bytes : x_bytes;
   const SharedLines shared(instance.channels() * width, params.channels * width);
-  const double bytes = x_bytes + y_bytes + (kWrittenExcess + shared.stored) * stored +
+  const double bytes = x_bytes + y_bytes + shared.stored * stored + WrittenExcess(stored, gpu) +
                        shared.read * (x_bytes + y_bytes - stored) +
                        static_cast<double>(EpilogueBytes(problem));
   const auto warps = static_cast<double>(

@@ -30,7 +30,7 @@ constexpr double kReduceBytesPerCycle = 15;
 // Tensor-core time of tiles of 64 columns, which read a row of A for only 64 products. Fitted. By
 // mma.sync their warps have 32x32 results and read twice as much for a product as warps of 64x64.
 constexpr double kNarrowColumns = 64, kNarrowExcess = 1.2, kNarrowMmaSyncExcess = 2;
-// DRAM time of bytes beyond their number, also beside kWrittenExcess: those of lines that two rows of
+// DRAM time of bytes beyond their number, also beside WrittenExcess: those of lines that two rows of
 // results share; those written sector by sector, where rows begin inside a line and where they do
 // not. Fitted.
 constexpr double kSharedLineExcess = 0.8;
@@ -154,7 +154,7 @@ TimeTerms TermsOf(const Instance& instance, const ConvProblem& problem, const Ge
   const bool inside_lines =
       params.residue_classes > 1 ||
       (traffic.pitch_out > kLineBytes && traffic.pitch_out % kLineBytes != 0);
-  double written = traffic.written * kWrittenExcess;
+  double written = WrittenExcess(traffic.written, gpu);
   if (inside_lines && !wgrad) {
     written += traffic.written * kSharedLineExcess * kLineBytes /
                static_cast<double>(traffic.pitch_out);
