@@ -79,7 +79,7 @@ SPREAD = 1.5
 OWN_ROWS = 15
 GATHER, WGRAD = "fprop, dgrad", "wgrad"
 NEAREST: dict[Name, Name] = {
-    ("igemm_wmma", GATHER, "16-bit"): ("igemm_wmma", GATHER, "tf32"),
+    ("igemm_wmma", GATHER, "16-bit"): ("igemm_wmma", WGRAD, "tf32"),
     ("igemm_wmma", WGRAD, "16-bit"): ("igemm_wmma", WGRAD, "tf32"),
     ("igemm_wmma", GATHER, "3xtf32"): ("igemm_wmma", GATHER, "tf32"),
     ("igemm_simt", WGRAD, "fp32"): ("igemm_simt", GATHER, "fp32"),

@@ -18,7 +18,7 @@ constexpr double kLineBytes = 128, kLineCycles = 1.07, kSumCycles = 0.46;
 // Of a CTA before its first tile (fprop: the table; dgrad and wgrad: the filter and the places), and
 // the latency of a tile that only other CTAs hide: its copies, and in fprop each k-block's loads.
 constexpr double kTableCycles = 300, kFilterCycles = 6000;
-constexpr double kTileLatency = 2900, kTileOfDyLatency = 4800, kBlockLatency = 630;
+constexpr double kTileLatency = 2900, kTileOfDyLatency = 4800, kBlockLatency = 80;
 // Columns of the GEMM, and pixels of a tile of wgrad.
 constexpr double kColumns = 64, kPixelsOfWgrad = 128;
 // k-blocks that dgrad multiplies with one line of dy.

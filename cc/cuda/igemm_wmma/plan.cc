@@ -65,6 +65,13 @@ int32_t CopyBytes(int64_t channels, int64_t element_bytes) {
   return static_cast<int32_t>(bytes);
 }
 
+// Bytes of a copy of an instance. Copies of any width, chosen at run time, take the time of 4 bytes
+// or less.
+int64_t BytesOfCopy(int64_t of_instance, int32_t at_run_time) {
+  constexpr int64_t kMostOfAny = 4;
+  return of_instance > 0 ? of_instance : std::min<int64_t>(kMostOfAny, at_run_time);
+}
+
 // The instance whose device code reads the problem's filter: same line and type, operation
 // KernelOp. Null if there is none.
 const KernelDesc* KernelThatReads(const KernelDesc& kernel, const ConvProblem& problem) {
@@ -215,8 +222,8 @@ Status MakePlan(const KernelDesc& kernel, const ConvProblem& problem, const Gpu&
     TiledWork work;
     work.element_bytes = element_bytes;
     work.ctas = tiles * count;
-    work.a_copy_bytes = params.a_copy_bytes;
-    work.b_copy_bytes = params.b_copy_bytes;
+    work.a_copy_bytes = BytesOfCopy(instance.a_copy, params.a_copy_bytes);
+    work.b_copy_bytes = BytesOfCopy(instance.b_copy, params.b_copy_bytes);
     work.blocks = count == 1 ? average_blocks : std::ceil(average_blocks / count);
     work.dram_bytes = static_cast<double>(problem.x_elements() * ByteWidth(problem.x_dtype) +
                                           problem.w_elements() * ByteWidth(problem.w_dtype) +
