@@ -103,8 +103,7 @@ Status MakeRowsPlan(const KernelDesc& kernel, const ConvProblem& problem, const 
   plan->terms.stores = rows * (multiply / 2 + kRowCycles) / gpu.cycles_per_us();
   plan->terms.dram = DramBytes(instance, problem, gpu) / gpu.dram_bytes_per_us;
   plan->terms.launch =
-      gpu.launch_us +
-      kStartCycles * static_cast<double>(instance.block) / 16 / gpu.cycles_per_us();
+      gpu.launch_us + kStartCycles * static_cast<double>(instance.block) / 16 / gpu.cycles_per_us();
   plan->form = FormTimeOf("block_diagonal rows", OperationsName(problem),
                           OperandsName(problem, /*tf32=*/true, instance.three_tf32));
   plan->microseconds = PredictedMicroseconds(plan->terms, plan->form);

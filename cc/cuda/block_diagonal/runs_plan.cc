@@ -50,7 +50,7 @@ int64_t SharedBytes(const Instance& instance, const Params& params) {
 
 // One tile on one of the GPU's SMs, divided by their number; `ctas_of_sm` CTAs on each SM.
 TimeTerms TermsOfTile(const Instance& instance, const Params& params, int64_t ctas_of_sm,
-                          const Gpu& gpu) {
+                      const Gpu& gpu) {
   const auto rows = static_cast<double>(instance.run_rows);
   const auto steps =
       static_cast<double>(instance.block) / static_cast<double>(instance.step_channels());

@@ -62,8 +62,7 @@ const FormTime* FindFormTime(std::string_view form, std::string_view operations,
   return nullptr;
 }
 
-FormTime FormTimeOf(std::string_view form, std::string_view operations,
-                    std::string_view operands) {
+FormTime FormTimeOf(std::string_view form, std::string_view operations, std::string_view operands) {
   const FormTime* found = FindFormTime(form, operations, operands);
   FormTime named = found == nullptr ? FormTime() : *found;
   named.form = form;

@@ -46,8 +46,7 @@ const FormTime* FindFormTime(std::string_view form, std::string_view operations,
                              std::string_view operands);
 
 // The same under the form's own names; full rates if the calibration has no such form.
-FormTime FormTimeOf(std::string_view form, std::string_view operations,
-                    std::string_view operands);
+FormTime FormTimeOf(std::string_view form, std::string_view operations, std::string_view operands);
 
 // The rule: what overlaps nothing, the longest of the other terms, and a share of the rest.
 double PredictedMicroseconds(const TimeTerms& terms, const FormTime& form);

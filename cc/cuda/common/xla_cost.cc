@@ -18,8 +18,8 @@ constexpr std::string_view kDepthwiseAbove3x3 = "xla depthwise above 3x3";
 constexpr std::string_view kGrouped = "xla grouped";             // 2 to kBlock channels a group
 constexpr std::string_view kFewChannels = "xla few channels";    // at most kFewest input channels
 constexpr std::string_view kDilatedWgrad = "xla dilated wgrad";  // XLA swaps stride and dilation
-constexpr std::string_view kPointwise = "xla pointwise";         // 1x1 of stride 1: a matrix product
-constexpr std::string_view kFft = "xla fft";                     // 3x3 in FP32 on many images
+constexpr std::string_view kPointwise = "xla pointwise";  // 1x1 of stride 1: a matrix product
+constexpr std::string_view kFft = "xla fft";              // 3x3 in FP32 on many images
 constexpr std::string_view kDense = "xla dense";
 
 constexpr std::string_view k16Bit = "16-bit", kTf32 = "tf32", kFp32 = "fp32";

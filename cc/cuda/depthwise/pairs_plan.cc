@@ -64,7 +64,7 @@ bool ShapeTile(const PairsInstance& instance, const ConvProblem& problem, const 
 }
 
 TimeTerms TermsOf(const PairsInstance& instance, const ConvProblem& problem, const Gpu& gpu,
-                    const Params& params, int64_t ctas_of_sm) {
+                  const Params& params, int64_t ctas_of_sm) {
   const Axis& rows = params.axis[1];
   const auto items = static_cast<double>(params.items);
   const double places = static_cast<double>(gpu.sm_count * ctas_of_sm);

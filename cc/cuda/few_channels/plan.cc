@@ -418,9 +418,9 @@ TimeTerms TermsOf(const Instance& instance, const ConvProblem& problem, const Gp
   terms.dram = bytes / gpu.dram_bytes_per_us;
   terms.launch = gpu.launch_us + tile.start / gpu.cycles_per_us();
   if (problem.op == Op::kWgrad) {
-    terms.launch += gpu.launch_us +
-                    2 * static_cast<double>(WorkspaceBytes(problem, ctas)) /
-                        (kPartialBytesPerCycle * gpu.sm_count * gpu.cycles_per_us());
+    terms.launch +=
+        gpu.launch_us + 2 * static_cast<double>(WorkspaceBytes(problem, ctas)) /
+                            (kPartialBytesPerCycle * gpu.sm_count * gpu.cycles_per_us());
   }
   return terms;
 }

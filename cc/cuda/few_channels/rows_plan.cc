@@ -171,8 +171,8 @@ Status PlanRows(const KernelDesc& kernel, const ConvProblem& problem, const Gpu&
       int64_t{instance.producers()} * instance.raw_pairs() * 32 * params->raw_chunks;
   const int64_t products = instance.filter_rows * ((instance.filter_columns + 3) / 4);
   TimeTerms of_row;
-  of_row.tensor_cores = static_cast<double>(products) *
-                     ProductCycles(static_cast<double>(instance.pixels()), gpu);
+  of_row.tensor_cores =
+      static_cast<double>(products) * ProductCycles(static_cast<double>(instance.pixels()), gpu);
   of_row.loads = kProducerCycles * static_cast<double>(instance.stride) / 2;
   of_row.stores = kStoreCycles * static_cast<double>(instance.pixels()) / kRowPixels;
   JAXCONV_RETURN_IF_ERROR(Finish(problem, gpu, parts, of_row, params.get(), plan));

@@ -90,9 +90,8 @@ TimeTerms TermsOf(const Instance& instance, const ConvProblem& problem, const Gp
                   int64_t ctas, int64_t blocks, int64_t slices) {
   const auto outputs = static_cast<double>(instance.tile_m * instance.tile_n);
   const auto loaded = static_cast<double>((instance.tile_m + instance.tile_n) * kTileK);
-  const double fma =
-      static_cast<double>(blocks) * outputs * kTileK / gpu.fma_per_clock +
-      outputs * 4 / kEdgeBytesPerCycle;
+  const double fma = static_cast<double>(blocks) * outputs * kTileK / gpu.fma_per_clock +
+                     outputs * 4 / kEdgeBytesPerCycle;
   const bool neighbours =
       problem.op == Op::kWgrad ||
       (problem.op == Op::kFprop && problem.groups == 1 && problem.c <= kFewChannels);

@@ -217,7 +217,7 @@ Status PlanIgemmWgmma(const KernelDesc& kernel, const ConvProblem& asked, const 
   const int64_t most = MostSlices(instance, problem, geometry);
   const bool dynamic = Dynamic(instance, problem);
   plan->form = FormTimeOf("igemm_wgmma", OperationsName(problem),
-                           OperandsName(problem, /*tf32=*/true, instance.Is(kThreeTf32)));
+                          OperandsName(problem, /*tf32=*/true, instance.Is(kThreeTf32)));
   auto terms = [&](int64_t count) {
     return TermsOf(instance, problem, geometry, count, PartialBytes(instance, geometry, count),
                    gpu);

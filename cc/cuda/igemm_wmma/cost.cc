@@ -43,11 +43,10 @@ TimeTerms TermsOf(const TileCost& tile, const TiledWork& work, const Gpu& gpu) {
   const double copies = static_cast<double>(tile.tile_k_bytes) / kLanes *
                         (static_cast<double>(tile.tile_m) / work.a_copy_bytes +
                          static_cast<double>(tile.tile_n) / work.b_copy_bytes);
-  const double load = std::max({(fill + fragments) / kSharedBytesPerCycle, fill / kL2BytesPerCycle,
-                                copies * kCopyCycles});
-  const double store =
-      static_cast<double>(tile.tile_m * tile.tile_n) * 4 /
-      (work.unaligned_output ? kUnalignedStoreBytesPerCycle : kStoreBytesPerCycle);
+  const double load = std::max(
+      {(fill + fragments) / kSharedBytesPerCycle, fill / kL2BytesPerCycle, copies * kCopyCycles});
+  const double store = static_cast<double>(tile.tile_m * tile.tile_n) * 4 /
+                       (work.unaligned_output ? kUnalignedStoreBytesPerCycle : kStoreBytesPerCycle);
   // The busiest SM. Its last CTAs are too few to hide all loads and barriers: their throughput is
   // the square root of their share of a full SM.
   const auto per_sm = static_cast<double>((work.ctas + gpu.sm_count - 1) / gpu.sm_count);
@@ -61,8 +60,9 @@ TimeTerms TermsOf(const TileCost& tile, const TiledWork& work, const Gpu& gpu) {
   terms.dram = work.dram_bytes / gpu.dram_bytes_per_us;
   terms.launch = gpu.launch_us;
   if (work.partial_bytes > 0) {
-    terms.launch += gpu.launch_us + 2 * work.partial_bytes / (kPartialBytesPerCycle *
-                                                              gpu.sm_count * gpu.cycles_per_us());
+    terms.launch +=
+        gpu.launch_us +
+        2 * work.partial_bytes / (kPartialBytesPerCycle * gpu.sm_count * gpu.cycles_per_us());
   }
   return terms;
 }

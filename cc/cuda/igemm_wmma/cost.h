@@ -31,9 +31,9 @@ struct TileCost {
 struct TiledWork {
   int64_t element_bytes = 2;
   int64_t ctas = 0;
-  double blocks = 0;                          // k-blocks of a CTA, on average
+  double blocks = 0;                             // k-blocks of a CTA, on average
   int64_t a_copy_bytes = 16, b_copy_bytes = 16;  // of one copy
-  double dram_bytes = 0;                      // every tensor once
+  double dram_bytes = 0;                         // every tensor once
   double partial_bytes = 0;       // split-K: bytes that the slices write and the reduction reads
   bool unaligned_output = false;  // stored by pairs or single elements
 };

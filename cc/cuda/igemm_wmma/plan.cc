@@ -215,9 +215,8 @@ Status MakePlan(const KernelDesc& kernel, const ConvProblem& problem, const Gpu&
       CopyBytes(krsc ? problem.c_per_group() : problem.k_per_group(), element_bytes);
 
   const TileCost tile = instance.cost();
-  plan->form = FormTimeOf(
-      "igemm_wmma", OperationsName(problem),
-      OperandsName(problem, /*tf32=*/true, instance.three_tf32));
+  plan->form = FormTimeOf("igemm_wmma", OperationsName(problem),
+                          OperandsName(problem, /*tf32=*/true, instance.three_tf32));
   auto terms = [&](int64_t count) {
     TiledWork work;
     work.element_bytes = element_bytes;
@@ -233,9 +232,7 @@ Status MakePlan(const KernelDesc& kernel, const ConvProblem& problem, const Gpu&
     work.unaligned_output = count == 1 && (gemm.gemm_n % 8 != 0 || gemm.out_channels % 8 != 0);
     return TermsOf(tile, work, gpu);
   };
-  auto predict = [&](int64_t count) {
-    return PredictedMicroseconds(terms(count), plan->form);
-  };
+  auto predict = [&](int64_t count) { return PredictedMicroseconds(terms(count), plan->form); };
   plan->slices = slices == 0 ? 1 : slices;
   plan->microseconds = predict(plan->slices);
   if (slices == 0) {
