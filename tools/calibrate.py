@@ -103,6 +103,7 @@ NEAREST: dict[Name, Name] = {
 OVERLAPPED = 4  # the terms before the launch
 DRAM = 3
 
+
 @dataclasses.dataclass
 class Rows:
     """The measured rows of a form: terms and times in microseconds."""
@@ -304,7 +305,9 @@ def held_out(forms: Forms, parts: int = 5) -> dict[Name, np.ndarray]:
     part = {layer: i % parts for i, layer in enumerate(layers)}
     errors = {name: np.zeros(len(rows.keys)) for name, rows in forms.items()}
     for i in range(parts):
-        out = {n: np.array([part[layer_of(k)] == i for k in rows.keys]) for n, rows in forms.items()}
+        out = {
+            n: np.array([part[layer_of(k)] == i for k in rows.keys]) for n, rows in forms.items()
+        }
         kept = {n: rows.chosen(~out[n]) for n, rows in forms.items() if not out[n].all()}
         exposed, fits = best_fit(kept)
         for name, which in out.items():
