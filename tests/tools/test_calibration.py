@@ -67,7 +67,7 @@ def test_the_rule_is_the_librarys(calibrate, choices_program):
     lines = lines_of(calibrate)
     selection = calibrate.SelectionProgram(choices_program)
     asked = {
-        "fprop bf16:bf16:bf16 default b1 n8 g1 c128 k128 i28x28 f3x3 o28x28 s1x1 l1x1 d1x1 p1_1x1_1",
+        "fprop bf16:bf16:bf16 default b1 n8 g1 c64 k64 i28x28 f3x3 o28x28 s1x1 l1x1 d1x1 p1_1x1_1",
         "wgrad f32:f32:f32 highest b1 n64 g1 c256 k64 i56x56 f1x1 o56x56 s1x1 l1x1 d1x1 p0_0x0_0",
         "dgrad f32:f32:f32 default b1 n64 g64 c64 k64 i56x56 f3x3 o56x56 s1x1 l1x1 d1x1 p1_1x1_1",
     }

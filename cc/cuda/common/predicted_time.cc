@@ -1,6 +1,7 @@
 #include "cuda/common/predicted_time.h"
 
 #include <algorithm>
+#include <cstdio>
 #include <iterator>
 
 namespace jaxconv {
@@ -69,6 +70,23 @@ FormTime FormTimeOf(std::string_view form, std::string_view operations, std::str
   named.operations = operations;
   named.operands = operands;
   return named;
+}
+
+std::string CalibrationOf(const Gpu& gpu) {
+  if (gpu.measured) return "h200.def, fitted to times of this GPU";
+  Gpu h200;
+  ModelOf("h200", &h200);
+  auto times = [](double rate, double of_h200) {
+    char text[16];
+    std::snprintf(text, sizeof(text), "%.2f", rate / of_h200);
+    return std::string(text);
+  };
+  const bool same = gpu.compute_capability() == h200.compute_capability();
+  return std::string("h200.def, scaled by this GPU's rates (") +
+         times(gpu.sm_count, h200.sm_count) + " x the SMs, " +
+         times(gpu.clock_ghz, h200.clock_ghz) + " x the clock, " +
+         times(gpu.dram_bytes_per_us, h200.dram_bytes_per_us) + " x the memory rate)" +
+         (same ? "" : "; no GPU of this architecture was measured");
 }
 
 double PredictedMicroseconds(const TimeTerms& terms, const FormTime& form) {

@@ -7,6 +7,7 @@
 #ifndef JAXCONV_CUDA_COMMON_PREDICTED_TIME_H_
 #define JAXCONV_CUDA_COMMON_PREDICTED_TIME_H_
 
+#include <string>
 #include <string_view>
 
 #include "core/conv_problem.h"
@@ -47,6 +48,10 @@ const FormTime* FindFormTime(std::string_view form, std::string_view operations,
 
 // The same under the form's own names; full rates if the calibration has no such form.
 FormTime FormTimeOf(std::string_view form, std::string_view operations, std::string_view operands);
+
+// Which file of cuda/calibration serves a GPU, for the user: its own, or the nearest architecture's,
+// scaled by the rates of the GPU.
+std::string CalibrationOf(const Gpu& gpu);
 
 // The rule: what overlaps nothing, the longest of the other terms, and a share of the rest.
 double PredictedMicroseconds(const TimeTerms& terms, const FormTime& form);
