@@ -467,6 +467,9 @@ Status MakePlan(const KernelDesc& kernel, const ConvProblem& asked, const Gpu& g
   return {};
 }
 
+// SM time that scale, bias and a clamp add to an output of the rows forms, ns. Measured.
+constexpr double kRowsClampNs = 0.004;
+
 PlanFunction PlanOf(const Instance&) { return MakePlan; }
 PlanFunction PlanOf(const RowsInstance&) { return PlanRows; }
 PlanFunction PlanOf(const RowPairsInstance&) { return PlanRowPairs; }
@@ -530,6 +533,9 @@ std::vector<KernelDesc> Kernels() {
 #define FUSED(...)
 #include "cuda/few_channels/kernels.def"
   for (KernelDesc& kernel : all) {
+    // Rows of pixels are stored from shared memory, and a clamp hides behind the next row's loads:
+    // with scale, bias and relu6 3x3/2 takes 113.4 us on 256 images, 110.7 without.
+    if (kernel.plan == PlanRows) kernel.epilogue_cost.clamps = kRowsClampNs;
     if (kernel.plan != MakePlan) continue;
     kernel.three_tf32 = static_cast<const Instance*>(kernel.instance)->three_tf32;
   }

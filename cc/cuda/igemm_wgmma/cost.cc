@@ -18,6 +18,10 @@ constexpr double kRowCycles = 2.2, kSectorRowCycles = 3.2, kUnalignedRowCycles =
 // The same for rows that several CTAs read at about the same time: those of the filter, and those of
 // activations that tiles of several columns share. Measured: 1.6 cycles of 2.2.
 constexpr double kSharedRowShare = 0.75;
+// The same for filters of few rows, relative to those of many: all SMs queue for the same lines of
+// L2. Rows of 128 bytes at which the cost doubles. Measured: 144 to 24 channels on 256 images of
+// 56x56 take 208 us by tiles of 128 columns, whose rows and bytes alone would take 75.
+constexpr double kFewRows = 215;
 // The producer thread, for a copy beside the first of a k-block. Fitted.
 constexpr double kCopyCycles = 180;
 // Between two tiles of a CTA: decoding the tile, filling the first registers. Fitted.
@@ -57,6 +61,7 @@ double RowCycles(int64_t pitch) {
 // Bytes of a problem, as the kernel moves them.
 struct Traffic {
   double tensors = 0, written = 0;
+  double filter = 0;  // where it is the operand that all SMs read
   // Bytes from one row of a box to the next in global memory, for both operands and the output.
   int64_t pitch_a = 0, pitch_b = 0, pitch_out = 0;
 
@@ -67,6 +72,7 @@ struct Traffic {
     const double w = static_cast<double>(problem.w_elements() * ByteWidth(problem.w_dtype));
     const double y = static_cast<double>(problem.y_elements() * ByteWidth(problem.y_dtype));
     tensors = x + w + y + static_cast<double>(EpilogueBytes(problem));
+    filter = problem.op == Op::kWgrad ? 0 : w;
     written = problem.op == Op::kFprop ? y : problem.op == Op::kDgrad ? x : w;
     const int64_t x_pitch = problem.c * ByteWidth(problem.x_dtype);
     const int64_t y_pitch = problem.k * ByteWidth(problem.y_dtype);
@@ -135,10 +141,11 @@ TimeTerms TermsOf(const Instance& instance, const ConvProblem& problem, const Ge
                         (!narrow                 ? 1
                          : instance.Is(kMmaSync) ? kNarrowMmaSyncExcess
                                                  : kNarrowExcess);
+  const double few = traffic.filter > 0 ? 1 + kFewRows * kLineBytes / traffic.filter : 1;
   const double rows =
       tile_m / (taps_per_load * (wgrad_filter_row ? kWgradRowTaps : 1)) *
           RowCycles(traffic.pitch_a) * (n_tiles > 1 ? kSharedRowShare : 1) +
-      (stationary ? 0 : filters * columns * kSharedRowShare * RowCycles(traffic.pitch_b));
+      (stationary ? 0 : filters * columns * few * kSharedRowShare * RowCycles(traffic.pitch_b));
   // One box of B for every 64 columns, but a single box of dy in TF32 wgrad; wgrad also loads one
   // box of x for every channel block of the tile.
   double copies = stationary ? 0 : wgrad && tf32 ? 1 : filters * columns / 64;
