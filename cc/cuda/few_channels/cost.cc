@@ -6,7 +6,8 @@
 namespace jaxconv::few_channels {
 namespace {
 
-// Cycles of an SM by counting instructions (docs/notes/few_channels.md). A copy of 16 bytes of the
+// Cycles of an SM, from a fit to 70 times of an H200 (docs/notes/few_channels.md); kFragmentCycles is
+// chosen to fit five rows of tests/cc/measured_times.tsv. A copy of 16 bytes of the
 // halo by cp.async; of a word through registers; the second copy of the halo, shifted by an element.
 constexpr int64_t kChunkBytes = 16, kWordBytes = 4;
 constexpr double kChunkCycles = 0.48, kWordCycles = 0.84, kShiftedCycles = 0.16;

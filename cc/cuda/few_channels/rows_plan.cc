@@ -10,7 +10,8 @@ namespace jaxconv::few_channels {
 namespace {
 
 constexpr int64_t kMaxGridY = 65535;
-// Cycles of an SM, counted or sampled on an H200 (docs/notes/few_channels.md). The producers, for a
+// Cycles of an SM, chosen to fit the five rows of tests/cc/measured_times.tsv and the samples of
+// docs/notes/few_channels.md. The producers, for a
 // row of x or for a pair; the consumers' store of a row, of which two consumers take one each at a
 // time; the sums of z of a pair of rows, and with columns outside dy, which are set to zero.
 constexpr double kProducerCycles = 600, kStoreCycles = 350;

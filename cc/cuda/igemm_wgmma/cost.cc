@@ -16,7 +16,7 @@ constexpr int64_t kLineBytes = 128, kSectorBytes = 32;
 // global memory: lines, sectors, less. Measured.
 constexpr double kRowCycles = 2.2, kSectorRowCycles = 3.2, kUnalignedRowCycles = 3.7;
 // The same for rows that several CTAs read at about the same time: those of the filter, and those of
-// activations that tiles of several columns share. Measured: 1.6 cycles of 2.2.
+// activations that tiles of several columns share. Fitted.
 constexpr double kSharedRowShare = 0.75;
 // The same for filters of few rows, relative to those of many: all SMs queue for the same lines of
 // L2. Rows of 128 bytes at which the cost doubles. Measured: 144 to 24 channels on 256 images of
@@ -27,7 +27,7 @@ constexpr double kCopyCycles = 180;
 // Between two tiles of a CTA: decoding the tile, filling the first registers. Fitted.
 constexpr double kTileCycles = 300;
 // Registers to global memory through shared memory, bytes a cycle; a pingpong CTA has two consumers
-// that store at a time. Measured.
+// that store at a time. Fitted.
 constexpr double kStoreBytesPerCycle = 32;
 // The second kernel of split-K, bytes a cycle and SM. Fitted.
 constexpr double kReduceBytesPerCycle = 15;

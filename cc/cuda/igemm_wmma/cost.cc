@@ -16,9 +16,9 @@ constexpr int64_t kLanes = 32;
 // Partial results mostly stay in L2 between the two kernels. Bytes a cycle and SM. Fitted.
 constexpr double kPartialBytesPerCycle = 20;
 // Cycles to fill the pipeline: to decode the tile's rows, and one DRAM latency. Resident CTAs hide
-// each other's. Measured.
+// each other's. Fitted.
 constexpr double kPrologueCycles = 4000;
-// Accumulators that pass through shared memory to the output; those not stored as 16 bytes. Measured.
+// Accumulators that pass through shared memory to the output; those not stored as 16 bytes. Fitted.
 constexpr double kStoreBytesPerCycle = 28, kUnalignedStoreBytesPerCycle = 10;
 // Shared memory that the runtime reserves for each CTA.
 constexpr int64_t kReservedBytesOfCta = 1024;
