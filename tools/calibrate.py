@@ -2,16 +2,22 @@
 
     python tools/calibrate.py                  # compiles tests/cc/choices_test.cc, half a minute
     python tools/calibrate.py --program build/choices/choices_test
+    python tools/calibrate.py --check          # the errors, and those of layers held out of the fit
 
-The times are those of lax's convolutions in ``tests/cc/measured_times.tsv``. The program gives the
-terms of each problem at the GPU's full rates (``XlaTermsOf`` in cc/cuda/common/xla_cost.h), so the
-fit and the library use the same code. The prediction of a row of a class is
+The times are those of lax's convolutions and of the kernels in ``tests/cc/measured_times.tsv``. The
+program gives the terms of each at the GPU's full rates (``TimeTerms`` in
+cc/cuda/common/predicted_time.h), so the fit and the library use the same code. The prediction of a
+row of a form is
 
-    fixed + passes + ((compute / compute share)^p + (memory / memory share)^p)^(1/p)
+    fixed + launch + longest + exposed * (sum - longest)
 
-Every class has its own three parameters; all share the exponent p. The fit minimises the robust sum
-of squares of log(predicted / measured), and weighs most the rows in which the fastest kernel
-measured is about as fast as lax, because selection depends on these.
+of the terms tensor cores, loads and stores divided by the SM share, and DRAM divided by the DRAM
+share. Every form has its own three parameters, at most; all have the same exposed share. The fit
+minimises the robust sum of squares of log(predicted / measured), and weighs most the rows whose
+alternatives take about as long, because selection depends on these.
+
+A plan may choose among tilings by its own predictions. The tool therefore fits, compiles and fits
+again until the file remains the same; with ``--program`` it fits once.
 """
 
 from __future__ import annotations
@@ -22,7 +28,7 @@ import json
 import pathlib
 import sys
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "tests" / "support"))
 
@@ -36,96 +42,142 @@ REPOSITORY = pathlib.Path(__file__).resolve().parents[1]
 CALIBRATION = REPOSITORY / "cc" / "cuda" / "calibration" / "h200.def"
 TARGET = "h200"
 
+Name = tuple[str, str, str]  # form, operations, operands
+
 # Errors below this count by their squares, larger ones by their absolute value. Times repeat within
 # 1 %; a process of XLA picks other kernels than the next.
 ROBUST = 0.03
 
-# A row weighs half where lax and the fastest kernel differ by this much (in the logarithm), and at
-# least LEAST_WEIGHT.
+# A row weighs half where the best alternative differs by this much (in the logarithm), and at least
+# LEAST_WEIGHT.
 NEAR = 0.3
 LEAST_WEIGHT = 0.05
 
-# The exponents p that are tried: the less, the more loads wait for arithmetic.
-OVERLAPS = (2.75, 3.0, 3.25, 3.5, 3.75)
+# The exposed shares that are tried.
+EXPOSED = (0.125, 0.15, 0.175, 0.2, 0.225)
 
-# Bounds of the fixed microseconds and of the shares. Launches, the first and the last tile take at
-# most some 16 us where short rows were measured (dense wgrad, 23 us). The model's DRAM rate is that
-# of a large copy, 0.9 of the peak; loads alone come nearer to the peak.
+# Bounds of the shares and of the fixed microseconds. Launches, the first and the last tile take at
+# most some 16 us where short rows were measured (dense wgrad by XLA, 23 us). The model's DRAM rate
+# is that of a large copy, 0.9 of the peak; loads alone come nearer to the peak.
+SM_SHARE = (1e-4, 1.2)
+DRAM_SHARE = (1e-4, 1 / 0.8)
 FIXED_US = (0.1, 16.0)
-COMPUTE_SHARE = (1e-4, 1.0)
-MEMORY_SHARE = (1e-4, 1 / 0.9)
 
 # Initial values of the three; the fit takes the best of what it finds from each.
-STARTS = ((3.0, 0.4, 0.7), (7.0, 0.7, 0.4), (7.0, 0.1, 0.1))
+STARTS = ((0.4, 0.7, 3.0), (0.7, 0.4, 7.0), (0.1, 0.1, 7.0), (0.9, 1.0, 1.0))
 
-# What is not fitted. The fixed time in classes with less than ROWS rows or without a row shorter
-# than SHORT_US, because long rows say nothing about it: it is that of the same class and operations
-# with other operands, TF32 first, or UNFITTED_US. The memory share in classes where the ratio of
-# compute to memory is the same in all rows up to the factor SPREAD: it is 1.
+# What is not fitted. The fixed time in forms with less than ROWS rows or without a row shorter than
+# SHORT_US, because long rows say nothing about it: it is that of the same form and operations with
+# other operands, TF32 first, or UNFITTED_US. The DRAM share in forms where the ratio of the SM's
+# longest term to DRAM is the same in all rows up to the factor SPREAD: it is 1.
 ROWS = 7
 SHORT_US = 60.0
 UNFITTED_US = 3.0
 SPREAD = 1.5
 
-Name = tuple[str, str, str]  # class, operations, operands
+# Forms that take the parameters of the nearest form until they have OWN_ROWS measured rows.
+OWN_ROWS = 15
+GATHER, WGRAD = "fprop, dgrad", "wgrad"
+NEAREST: dict[Name, Name] = {
+    ("igemm_wmma", GATHER, "16-bit"): ("igemm_wmma", WGRAD, "tf32"),
+    ("igemm_wmma", WGRAD, "16-bit"): ("igemm_wmma", WGRAD, "tf32"),
+    ("igemm_wmma", GATHER, "3xtf32"): ("igemm_wmma", GATHER, "tf32"),
+    ("igemm_simt", WGRAD, "fp32"): ("igemm_simt", GATHER, "fp32"),
+    ("depthwise", WGRAD, "16-bit"): ("depthwise tma", WGRAD, "16-bit"),
+    ("block_diagonal rows", GATHER, "16-bit"): ("block_diagonal runs", GATHER, "16-bit"),
+    **{
+        (form, operations, operands): (form, operations, "16-bit")
+        for form in ("block_diagonal", "block_diagonal runs")
+        for operations in (GATHER, WGRAD)
+        for operands in ("tf32", "3xtf32")
+    },
+    ("block_diagonal rows", GATHER, "tf32"): ("block_diagonal runs", GATHER, "16-bit"),
+    ("igemm_simt", GATHER, "16-bit"): ("igemm_simt", GATHER, "fp32"),
+    ("igemm_simt", WGRAD, "16-bit"): ("igemm_simt", GATHER, "fp32"),
+    ("few_channels", GATHER, "tf32"): ("few_channels", GATHER, "16-bit"),
+    ("few_channels", GATHER, "3xtf32"): ("few_channels", GATHER, "16-bit"),
+    ("few_channels", WGRAD, "tf32"): ("few_channels", WGRAD, "16-bit"),
+    ("few_channels", WGRAD, "3xtf32"): ("few_channels", WGRAD, "16-bit"),
+}
+
+OVERLAPPED = 4  # the terms before the launch
+DRAM = 3
 
 
 @dataclasses.dataclass
 class Rows:
-    """The measured rows of a class: terms and times in microseconds."""
+    """The measured rows of a form: terms and times in microseconds."""
 
-    compute: np.ndarray
-    memory: np.ndarray
-    passes: np.ndarray
-    lax: np.ndarray
+    keys: list[str]
+    terms: np.ndarray  # row, term: tensor cores, loads, stores, DRAM, launch
+    measured: np.ndarray
     weight: np.ndarray
 
-    def predicted(self, parameters: Sequence[float], overlap: float) -> np.ndarray:
-        """Microseconds by the rule of ``Combined`` in cc/cuda/common/xla_cost.cc."""
-        fixed, compute_share, memory_share = parameters
-        compute = (self.compute / compute_share) ** overlap
-        memory = (self.memory / memory_share) ** overlap
-        return fixed + self.passes + (compute + memory) ** (1 / overlap)
+    def predicted(self, parameters: Sequence[float], exposed: float) -> np.ndarray:
+        """Microseconds by the rule of ``PredictedMicroseconds`` in predicted_time.cc."""
+        sm_share, dram_share, fixed = parameters
+        overlapped = self.terms[:, :OVERLAPPED] / np.array([sm_share] * DRAM + [dram_share])
+        longest = overlapped.max(1)
+        return fixed + self.terms[:, OVERLAPPED] + longest + exposed * (overlapped.sum(1) - longest)
+
+    def chosen(self, which: np.ndarray) -> Rows:
+        """Some of the rows."""
+        keys = [key for key, taken in zip(self.keys, which, strict=True) if taken]
+        return Rows(keys, self.terms[which], self.measured[which], self.weight[which])
 
 
-def weight(lax: float, kernels: dict[str, float]) -> float:
-    """How much a row counts."""
-    if not kernels:
+Forms = dict[Name, Rows]
+
+
+def weight(measured: float, others: Iterable[float]) -> float:
+    """How much a row counts, beside the times of the alternatives."""
+    least = min(others, default=None)
+    if least is None:
         return LEAST_WEIGHT
-    distance = np.log(lax / min(kernels.values())) / NEAR
+    distance = np.log(measured / least) / NEAR
     return max(LEAST_WEIGHT, 1 / (1 + distance**2))
 
 
-def read(program: pathlib.Path) -> dict[Name, Rows]:
-    """The measured rows with their terms, by class."""
+def read(program: pathlib.Path) -> Forms:
+    """The measured rows with their terms, by form."""
     selection = SelectionProgram(program)
-    found: dict[Name, list[tuple[float, ...]]] = defaultdict(list)
+    found: dict[Name, list[tuple]] = defaultdict(list)
     for key, (lax, kernels) in measured_times.read(measured_times.TABLE).items():
-        name, terms = selection.xla_terms(key, TARGET)
-        if name[0]:
-            found[name].append((*terms, lax, weight(lax, kernels)))
-    return {name: Rows(*np.array(rows).T) for name, rows in found.items()}
+        times = {"xla": lax, **kernels}
+        for kernel, us in times.items():
+            of = kernel
+            if kernel != "xla":
+                of = f"{measured_times.instance_of(kernel)}/{measured_times.slices_of(kernel)}"
+            name, terms = selection.terms(key, of, TARGET)
+            others = [time for other, time in times.items() if other != kernel]
+            if name[0]:
+                found[name].append((key, terms, us, weight(us, others)))
+    columns = {name: tuple(zip(*rows, strict=True)) for name, rows in found.items()}
+    return {
+        name: Rows(list(keys), np.array(terms), np.array(us), np.array(weights))
+        for name, (keys, terms, us, weights) in sorted(columns.items())
+    }
 
 
 @dataclasses.dataclass
 class Fit:
-    """Parameters of a class: fixed microseconds, compute share, memory share."""
+    """Parameters of a form: SM share, DRAM share, fixed microseconds."""
 
     parameters: tuple[float, ...]
     cost: float  # the weighted robust sum of squares
 
 
 def fits_fixed(rows: Rows) -> bool:
-    """Whether the rows of a class determine its fixed time."""
-    return len(rows.lax) >= ROWS and rows.lax.min() < SHORT_US
+    """Whether the rows of a form determine its fixed time."""
+    return len(rows.measured) >= ROWS and rows.measured.min() < SHORT_US
 
 
-def fit(rows: Rows, overlap: float, fixed: float = UNFITTED_US) -> Fit:
-    """The parameters of a class by least squares; ``fixed`` where the rows do not determine it."""
-    ratio = rows.compute / rows.memory
-    free = [fits_fixed(rows), True, ratio.max() > SPREAD * ratio.min()]
-    low, high = np.log(np.array([FIXED_US, COMPUTE_SHARE, MEMORY_SHARE]))[free].T
-    given = np.log(np.array([fixed, 1.0, 1.0]))
+def fit(rows: Rows, exposed: float, fixed: float = UNFITTED_US) -> Fit:
+    """The parameters of a form by least squares; ``fixed`` where the rows do not determine it."""
+    ratio = rows.terms[:, :DRAM].max(1) / rows.terms[:, DRAM]
+    free = [True, bool(ratio.max() > SPREAD * ratio.min()), fits_fixed(rows)]
+    low, high = np.log(np.array([SM_SHARE, DRAM_SHARE, FIXED_US]))[free].T
+    given = np.log(np.array([1.0, 1.0, fixed]))
 
     def parameters(logarithms: np.ndarray) -> np.ndarray:
         every = given.copy()
@@ -133,7 +185,7 @@ def fit(rows: Rows, overlap: float, fixed: float = UNFITTED_US) -> Fit:
         return np.exp(every)
 
     def residuals(logarithms: np.ndarray) -> np.ndarray:
-        error = np.log(rows.predicted(parameters(logarithms), overlap) / rows.lax)
+        error = np.log(rows.predicted(parameters(logarithms), exposed) / rows.measured)
         robust = 2 * (np.sqrt(1 + (error / ROBUST) ** 2) - 1)
         return np.sqrt(rows.weight * robust)
 
@@ -146,26 +198,49 @@ def fit(rows: Rows, overlap: float, fixed: float = UNFITTED_US) -> Fit:
     return Fit(tuple(float(f"{value:.3g}") for value in parameters(best.x)), best.cost)
 
 
-def fit_all(classes: dict[Name, Rows], overlap: float) -> dict[Name, Fit]:
-    """The parameters of all classes."""
-    fits = {name: fit(rows, overlap) for name, rows in classes.items() if fits_fixed(rows)}
-    for (problem_class, operations, operands), rows in classes.items():
-        name = problem_class, operations, operands
+def nearest(name: Name, forms: Forms) -> Name | None:
+    """The form whose parameters a form takes, if it has too few rows for its own."""
+    few = name not in forms or len(forms[name].measured) < OWN_ROWS
+    return NEAREST.get(name) if few else None
+
+
+def fit_all(forms: Forms, exposed: float) -> dict[Name, Fit]:
+    """The parameters of all forms that have their own."""
+    forms = {name: rows for name, rows in forms.items() if not nearest(name, forms)}
+    fits = {name: fit(rows, exposed) for name, rows in forms.items() if fits_fixed(rows)}
+    for (form, operations, operands), rows in forms.items():
+        name = form, operations, operands
         if name not in fits:
-            others = ((problem_class, operations, other) for other in ("tf32", "16-bit"))
-            related = next((fits[o] for o in others if o in fits and fits_fixed(classes[o])), None)
-            fits[name] = fit(rows, overlap, related.parameters[0] if related else UNFITTED_US)
+            others = ((form, operations, other) for other in ("tf32", "16-bit"))
+            related = next((fits[o] for o in others if o in fits and fits_fixed(forms[o])), None)
+            fits[name] = fit(rows, exposed, related.parameters[2] if related else UNFITTED_US)
     return fits
 
 
-def line(name: Name, rows: Rows, found: Fit, overlap: float) -> str:
-    """A class's line of the calibration."""
-    ratios = rows.predicted(found.parameters, overlap) / rows.lax
+def best_fit(forms: Forms) -> tuple[float, dict[Name, Fit]]:
+    """The exposed share with the least cost, and the parameters of all forms."""
+    fits = {exposed: fit_all(forms, exposed) for exposed in EXPOSED}
+    exposed = min(EXPOSED, key=lambda each: sum(found.cost for found in fits[each].values()))
+    return exposed, fits[exposed]
+
+
+def line(name: Name, rows: Rows, found: Fit, exposed: float) -> str:
+    """A form's line of the calibration; without the last parameters that are the default."""
+    ratios = rows.predicted(found.parameters, exposed) / rows.measured
     least, median, most = (f"{value:4.2f}" for value in np.quantile(ratios, (0, 0.5, 1)))
+    numbers = list(found.parameters)
+    if numbers[2] == UNFITTED_US:
+        numbers = numbers[: 1 if numbers[1] == 1 else 2]
     words = [f"{json.dumps(word)}," for word in name]
-    numbers = ", ".join(f"{value:6.4g}" for value in found.parameters)
-    text = f"XLA({words[0]:23}{words[1]:17}{words[2]:10}{numbers})"
-    return f"{text}  // {len(rows.lax):3} {least} {median} {most}"
+    text = f"FORM({words[0]:26}{words[1]:17}{words[2]:11}"
+    text += ", ".join(f"{value:6.4g}" for value in numbers) + ")"
+    return f"{text:81}  // {len(rows.measured):3} {least} {median} {most}"
+
+
+def like(name: Name, near: Name) -> str:
+    """The line of a form that takes another's parameters."""
+    words = ", ".join(json.dumps(word) for word in (*name, *near))
+    return f"LIKE({words})"
 
 
 HEADER = """\
@@ -175,54 +250,119 @@ HEADER = """\
 //
 {facts}
 //
-// XLA_OVERLAP(exponent p of the rule that combines the terms)
-// XLA(class, operations, operands, fixed us, share of the compute rate, share of the DRAM rate)
+// EXPOSED(share of the terms beside the longest that nothing hides)
+// UNFITTED_US(fixed us of forms without their own)
+// FORM(form, operations, operands, share of the SM's rates, share of the DRAM rate, fixed us)
 //   // measured rows; least, median and greatest predicted / measured
+// LIKE(form, operations, operands; the same of the form whose parameters it takes, because it has
+//   less than {own_rows} measured rows)
 //
-// Not fitted: fixed in classes with less than {rows} rows or none shorter than {short:g} us, where
-// it is that of the class with other operands or {fixed:g} us; DRAM share 1 in classes with the
-// same ratio of FLOPs to bytes in all rows.
-#ifndef XLA_OVERLAP
-#define XLA_OVERLAP(...)
+// Not fitted: fixed in forms with less than {rows} rows or none shorter than {short:g} us, where it
+// is that of the form with other operands or the default; DRAM share 1 in forms with the same ratio
+// of FLOPs to bytes in all rows. Left out: the default, and shares of 1 before it.
+#ifndef EXPOSED
+#define EXPOSED(...)
 #endif
-#ifndef XLA
-#define XLA(...)
+#ifndef UNFITTED_US
+#define UNFITTED_US(...)
+#endif
+#ifndef FORM
+#define FORM(...)
+#endif
+#ifndef LIKE
+#define LIKE(...)
 #endif
 """
 
 FOOTER = """\
-#undef XLA
-#undef XLA_OVERLAP
+#undef LIKE
+#undef FORM
+#undef UNFITTED_US
+#undef EXPOSED
 """
 
 
 def calibration(program: pathlib.Path) -> str:
     """The text of the file."""
-    classes = dict(sorted(read(program).items()))
-    fits = {p: fit_all(classes, p) for p in OVERLAPS}
-    overlap = min(OVERLAPS, key=lambda p: sum(found.cost for found in fits[p].values()))
+    forms = read(program)
+    exposed, fits = best_fit(forms)
     facts = measured_times.facts(measured_times.TABLE)
     text = HEADER.format(
         facts="\n".join(f"// {name}: {value}" for name, value in facts.items()),
         rows=ROWS,
+        own_rows=OWN_ROWS,
         short=SHORT_US,
-        fixed=UNFITTED_US,
     )
-    lines = [line(name, rows, fits[overlap][name], overlap) for name, rows in classes.items()]
-    return "\n".join([f"{text}XLA_OVERLAP({overlap:g})", *lines, FOOTER])
+    text += f"EXPOSED({exposed:g})\nUNFITTED_US({UNFITTED_US:g})"
+    lines = [line(name, forms[name], found, exposed) for name, found in sorted(fits.items())]
+    likes = [like(name, near) for name in NEAREST if (near := nearest(name, forms))]
+    return "\n".join([text, *lines, *likes, FOOTER])
+
+
+def held_out(forms: Forms, parts: int = 5) -> dict[Name, np.ndarray]:
+    """log(predicted / measured) of every row, by the fit of the layers of the other parts."""
+    layers = sorted({layer_of(key) for rows in forms.values() for key in rows.keys})
+    part = {layer: i % parts for i, layer in enumerate(layers)}
+    errors = {name: np.zeros(len(rows.keys)) for name, rows in forms.items()}
+    for i in range(parts):
+        out = {
+            n: np.array([part[layer_of(k)] == i for k in rows.keys]) for n, rows in forms.items()
+        }
+        kept = {n: rows.chosen(~out[n]) for n, rows in forms.items() if not out[n].all()}
+        exposed, fits = best_fit(kept)
+        for name, which in out.items():
+            own = nearest(name, forms) or name
+            if which.any() and own in fits:
+                rows = forms[name].chosen(which)
+                ratio = rows.predicted(fits[own].parameters, exposed) / rows.measured
+                errors[name][which] = np.log(ratio)
+            else:
+                errors[name][which] = np.nan
+    return errors
+
+
+def layer_of(key: str) -> str:
+    """A problem's layer: the key without operation, operands and precision."""
+    return key.split(" ", 3)[3]
+
+
+def check(program: pathlib.Path) -> str:
+    """A table of the median errors of each form, in the fit and held out."""
+    forms = read(program)
+    exposed, fits = best_fit(forms)
+    unseen = held_out(forms)
+    lines = ["form, operations, operands: rows, median abs(log) in the fit, held out"]
+    every: dict[str, list[np.ndarray]] = defaultdict(list)
+    for name, rows in forms.items():
+        parameters = fits[nearest(name, forms) or name].parameters
+        ratio = rows.predicted(parameters, exposed) / rows.measured
+        pair = np.abs(np.log(ratio)), np.abs(unseen[name])
+        every["xla" if name[0].startswith("xla") else "kernels"].append(np.array(pair))
+        medians = ", ".join(f"{np.nanmedian(each):.3f}" for each in pair)
+        lines.append(f"{', '.join(name)}: {len(rows.keys)}, {medians}")
+    for side, pairs in every.items():
+        medians = np.nanmedian(np.concatenate(pairs, axis=1), axis=1)
+        lines.append(f"all of {side}: {', '.join(f'{median:.3f}' for median in medians)}")
+    return "\n".join(lines)
 
 
 def main(argv: Sequence[str]) -> int:
     """Writes the file; returns the exit status."""
     parser = argparse.ArgumentParser(prog="calibrate.py", description=__doc__)
     parser.add_argument("--program", type=pathlib.Path, help="choices_test, if it is compiled")
+    parser.add_argument("--check", action="store_true", help="print errors, write nothing")
     chosen = parser.parse_args(argv)
-    program = chosen.program
-    if program is None:
-        import bench_problems
+    import bench_problems
 
+    program = chosen.program or bench_problems.built()
+    if chosen.check:
+        print(check(program))
+        return 0
+    while (text := calibration(program)) != CALIBRATION.read_text():
+        CALIBRATION.write_text(text)
+        if chosen.program:
+            break
         program = bench_problems.built()
-    CALIBRATION.write_text(calibration(program))
     return 0
 
 

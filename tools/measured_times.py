@@ -24,8 +24,19 @@ from jaxconv.bench.problem import Row
 
 TABLE = pathlib.Path(__file__).parents[1] / "tests" / "cc" / "measured_times.tsv"
 
-# Problem key -> (microseconds of lax, microseconds of kernels by name).
+# Problem key -> (microseconds of lax, microseconds of kernels). A kernel is an instance, with
+# "/" and its slices where there are several.
 Times = dict[str, tuple[float, dict[str, float]]]
+
+
+def instance_of(kernel: str) -> str:
+    """The instance of a kernel of the table."""
+    return kernel.partition("/")[0]
+
+
+def slices_of(kernel: str) -> int:
+    """The slices of a kernel of the table."""
+    return int(kernel.partition("/")[2] or 1)
 
 
 def facts(path: pathlib.Path) -> dict[str, str]:
@@ -83,7 +94,9 @@ def add(times: Times, row: Row) -> None:
     ours, lax = row.sides["jaxconv"], row.sides["lax"]
     kernels = dict(times[key][1]) if key in times else {}
     if row.kernel != "XLA" and ours.median_s:
-        kernels[row.kernel] = 1e6 * ours.median_s
+        kernels = {n: us for n, us in kernels.items() if instance_of(n) != row.kernel}
+        slices = f"/{row.slices}" if row.slices > 1 else ""
+        kernels[row.kernel + slices] = 1e6 * ours.median_s
     times[key] = 1e6 * lax.median_s, kernels
 
 

@@ -353,7 +353,8 @@ def layer_rows(select: Callable[[str, str, str], Sequence]) -> Rows:
                 key = problem_key(op, layer.spec(precision), layer.sizes, *dtypes)
                 if key not in times:
                     continue
-                lax, kernels = times[key]
+                lax, sliced = times[key]
+                kernels = {measured_times.instance_of(n): us for n, us in sliced.items()}
                 taken = select(key, "auto", "h200")[0] or "XLA"
                 best = min(kernels, key=kernels.__getitem__, default="")
                 row = dict(set=words, layer=name, operation=op.value, dtype=dtype)

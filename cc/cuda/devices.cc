@@ -1,6 +1,7 @@
 #include "cuda/devices.h"
 
 #include "core/conv_problem.h"
+#include "cuda/common/predicted_time.h"
 #include "cuda/common/query_gpu.h"
 #include "cuda/passes.h"
 #include "cuda/select.h"
@@ -40,7 +41,8 @@ std::vector<std::pair<std::string, std::string>> BuildInfo() {
           {"architectures", JAXCONV_CUDA_ARCHITECTURES},
           {"device", status.ok() ? gpu.name + " (sm_" + std::to_string(gpu.compute_capability()) +
                                        (gpu.measured ? ", rates measured)" : ", rates assumed)")
-                                 : "none: " + status.message()}};
+                                 : "none: " + status.message()},
+          {"calibration", status.ok() ? CalibrationOf(gpu) : "none"}};
 }
 
 }  // namespace jaxconv

@@ -26,6 +26,7 @@ from jaxconv.bench.program import (
     kernel_of,
     libraries,
     operation,
+    slices_of,
 )
 
 # Rows compiled at a time for each thread: enough that few threads wait for the last row.
@@ -39,6 +40,7 @@ class One(NamedTuple):
         run: the program.
         kernel: the instance that it runs, or "XLA".
         reason: why XLA's convolution runs.
+        slices: of the instance's reduction.
         seconds: to trace, lower and compile.
         temporary_bytes: memory in addition to operands and result, if known.
     """
@@ -46,6 +48,7 @@ class One(NamedTuple):
     run: Callable[..., Any]
     kernel: str
     reason: str
+    slices: int
     seconds: float
     temporary_bytes: int | None
 
@@ -58,7 +61,8 @@ def compile_one(problem: Problem, library: Library, operands: tuple, platform: s
     seconds = time.perf_counter() - start
     memory = run.memory_analysis()
     kernel, reason = kernel_of(problem, lowered, run, platform)
-    return One(run, kernel, reason, seconds, memory.temp_size_in_bytes if memory else None)
+    temporary = memory.temp_size_in_bytes if memory else None
+    return One(run, kernel, reason, slices_of(lowered), seconds, temporary)
 
 
 def reference_function(problem: Problem) -> Callable[..., jax.Array]:

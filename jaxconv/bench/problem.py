@@ -131,6 +131,7 @@ class Row:
     copies: int = 0
     repetitions: int = 0
     sides: dict[str, Side] = dataclasses.field(default_factory=dict)
+    slices: int = 1  # of the instance's reduction
 
     @property
     def wrong(self) -> bool:
@@ -173,6 +174,7 @@ class Row:
             "prepared": problem.prepared,
             "left_to_xla": self.left_to_xla,
             "kernel": self.kernel,
+            "slices": self.slices,
             "reason": self.reason,
             "wrong": self.wrong,
             "refused": self.refused,
@@ -203,4 +205,5 @@ class Row:
             found["copies"],
             found["repetitions"],
             {name: Side(**found[name]) for name in ("jaxconv", *found["ratio"])},
+            found.get("slices", 1),
         )

@@ -143,6 +143,12 @@ def selection(problem: Problem, platform: str) -> native.Selection:
     return bilinear.select(platform, problem.op, spec, layer.sizes, *dtypes)[0]
 
 
+def slices_of(lowered: jax.stages.Lowered) -> int:
+    """The slices of the instance in a program of one operation."""
+    found = re.search(r"\bslices = (\d+)", lowered.as_text())
+    return int(found[1]) if found else 1
+
+
 def kernel_of(
     problem: Problem, lowered: jax.stages.Lowered, compiled: jax.stages.Compiled, platform: str
 ) -> tuple[str, str]:

@@ -25,8 +25,9 @@
 //     choices_test --write [FOLDER]  writes choices.tsv and never_chosen.tsv
 //     choices_test --select          writes an answer for each line (GPU, key, algorithm) of
 //                                    standard input: the selection, for tools/bench_problems.py;
-//                                    the algorithm "pass" asks for the plan of a pass, "xla_terms"
-//                                    for the terms of XLA's time, for tools/calibrate.py
+//                                    the algorithm "pass" asks for the plan of a pass, "terms:xla"
+//                                    and "terms:INSTANCE/SLICES" for the terms of a predicted time,
+//                                    for tools/calibrate.py
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
@@ -38,11 +39,14 @@
 #include <set>
 #include <sstream>
 #include <string>
+#include <string_view>
 #include <tuple>
 #include <utility>
 #include <vector>
 
+#include "cuda/common/folded_columns.h"
 #include "cuda/common/instances.h"
+#include "cuda/common/kernel.h"
 #include "cuda/common/xla_cost.h"
 #include "cuda/passes.h"
 #include "cuda/registry.h"
@@ -57,6 +61,7 @@ constexpr const char* kGpus[] = {"a100", "l40s", "rtx4090", "h100", "h200"};
 constexpr double kMostOff = 1.25;
 
 constexpr char kBeside[] = "beside";
+constexpr std::string_view kTerms = "terms:";
 
 std::vector<std::string> Split(const std::string& text, char separator) {
   std::vector<std::string> parts;
@@ -379,13 +384,27 @@ void AnswerOfPass(const std::string& key, const Gpu& gpu) {
             << '\t' << plan.microseconds << std::endl;
 }
 
-// Class, operations and operands of the calibration's line, and the terms; empty fields where XLA is
-// no candidate.
-void AnswerOfXlaTerms(const ConvProblem& problem, const Gpu& gpu) {
+// Names and terms of the calibration's line: of XLA's convolution for the instance "xla", otherwise of
+// the instance's plan with these slices. Empty names where XLA is no candidate or the family has none.
+Status AnswerOfTerms(const ConvProblem& problem, const Gpu& gpu, const std::string& asked) {
   XlaTerms terms;
-  if (!XlaTermsOf(problem, gpu, &terms)) terms = XlaTerms();
-  std::cout << terms.problem_class << '\t' << terms.operations << '\t' << terms.operands << '\t'
-            << terms.compute_us << '\t' << terms.memory_us << '\t' << terms.passes_us << std::endl;
+  if (asked == "xla") {
+    if (!XlaTermsOf(problem, gpu, &terms)) terms = XlaTerms();
+  } else {
+    const size_t slash = asked.rfind('/');
+    const std::string name = asked.substr(0, slash);
+    const KernelDesc* kernel = FindKernel(name);
+    if (kernel == nullptr) return Status::InvalidArgument("no instance " + name);
+    Plan plan;
+    const int64_t slices = std::atoi(asked.substr(slash + 1).c_str());
+    if (Status status = MakePlan(*kernel, problem, gpu, slices, &plan); !status.ok()) return status;
+    terms = {plan.form.form, plan.form.operations, plan.form.operands, plan.terms};
+  }
+  const TimeTerms& time = terms.time;
+  std::cout << terms.form << '\t' << terms.operations << '\t' << terms.operands << '\t'
+            << time.tensor_cores << '\t' << time.loads << '\t' << time.stores << '\t' << time.dram
+            << '\t' << time.launch << std::endl;
+  return {};
 }
 
 // Answers with the fields that the Python module of a platform returns: instance, workspace bytes,
@@ -403,9 +422,9 @@ int Answer() {
         continue;
       }
       status = ConvProblem::Parse(asked[1], &problem);
-      if (status.ok() && asked[2] == "xla_terms") {
-        AnswerOfXlaTerms(problem, gpu);
-        continue;
+      if (status.ok() && asked[2].rfind(kTerms, 0) == 0) {
+        status = AnswerOfTerms(problem, gpu, asked[2].substr(kTerms.size()));
+        if (status.ok()) continue;
       }
     }
     if (status.ok()) status = Select(problem, gpu, asked[2], &selection);

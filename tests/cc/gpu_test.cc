@@ -6,6 +6,7 @@
 
 #include "cc/expect.h"
 #include "cc/targets_and_keys.h"
+#include "cuda/common/predicted_time.h"
 
 namespace jaxconv {
 namespace {
@@ -55,12 +56,26 @@ void TestPresent() {
          "a driver that does not tell changes nothing");
 }
 
+void TestCalibration() {
+  auto says = [](const Gpu& gpu, const char* text) {
+    const std::string found = CalibrationOf(gpu);
+    Expect(found.find(text) != std::string::npos, found + " lacks " + text);
+  };
+  says(Present("NVIDIA H200", 9, 0, 0, 0), "fitted to times of this GPU");
+  says(Present("NVIDIA H100 80GB HBM3", 9, 0, 0, 0), "1.01 x the clock, 0.70 x the memory rate");
+  says(Model("a100"), "0.82 x the SMs");
+  says(Model("a100"), "no GPU of this architecture was measured");
+  Expect(CalibrationOf(Model("h100")).find("architecture") == std::string::npos,
+         "an H100 has the architecture of the H200");
+}
+
 }  // namespace
 }  // namespace jaxconv
 
 int main() {
   jaxconv::TestTargets();
   jaxconv::TestPresent();
+  jaxconv::TestCalibration();
   std::printf("gpu_test: %d failures\n", jaxconv::failures);
   return jaxconv::failures != 0;
 }

@@ -75,11 +75,14 @@ class SelectionProgram(types.ModuleType):
         kernel, reason, parts, block_rows, microseconds = self._answer(target, key, "pass")
         return kernel, reason, int(parts), int(block_rows), float(microseconds)
 
-    def xla_terms(self, key: str, target: str) -> tuple[tuple[str, ...], tuple[float, ...]]:
-        """The terms of XLA's time: class, operations and operands, which are empty strings if XLA
-        is no candidate, and the microseconds of compute, memory and passes."""
-        *name, compute, memory, passes = self._answer(target, key, "xla_terms")
-        return tuple(name), (float(compute), float(memory), float(passes))
+    def terms(self, key: str, of: str, target: str) -> tuple[tuple[str, ...], tuple[float, ...]]:
+        """The terms of a predicted time, of "xla" or of an instance and its slices.
+
+        Form, operations and operands, which are empty strings if XLA is no candidate or the family
+        has no terms; microseconds of tensor cores, loads, stores, DRAM and launch.
+        """
+        form, operations, operands, *terms = self._answer(target, key, f"terms:{of}")
+        return (form, operations, operands), tuple(map(float, terms))
 
     def select(self, key: str, algorithm: str, target: str) -> tuple:
         """The selected kernel and refusals, in the form of ``native.Platform.select``."""

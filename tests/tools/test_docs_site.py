@@ -48,7 +48,7 @@ def test_every_choice_for_a_layer_of_the_sets_has_a_row_with_the_layer_in_words(
     assert len(gpus) == len(of_sets) and set(gpus) == {choice.gpu for choice in listed}
     stem = "N64 224x224 3->64 7x7 stride 2x2"
     assert rows[0][:5] == ["r50_stem", "fprop", "bf16", "default", stem]
-    assert rows[0][6:9] == ["", "a100", "1"]
+    assert rows[0][6:9] == ["", "a100 l40s rtx4090", "1"]
     layer = "dgrad s8:s8:s32 default b2 n1 g4 c8 k8 i9 f3 o9 s1 l2 d3 p1_1 packed nchw32"
     words = "N1 9 8->8 3 dilation 3 input dilation 2 groups 4 batched 2 packed nchw32"
     assert hooks._layer(layer) == ("dgrad", "s8", "default", words)

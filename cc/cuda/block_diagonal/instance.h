@@ -44,6 +44,9 @@ struct Instance {
 // Refuses problems that no kernel of the family accepts.
 Status Check(const KernelDesc& kernel, const Instance& instance, const ConvProblem& problem);
 
+// Bytes of x and y, written ones with their excess.
+double DramBytes(const Instance& instance, const ConvProblem& problem, const Gpu& gpu);
+
 // Sets the parameters that depend only on the problem.
 void DescribeOperands(const ConvProblem& problem, Params* params);
 

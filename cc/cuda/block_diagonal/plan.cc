@@ -63,17 +63,21 @@ void DescribeOperands(const ConvProblem& problem, Params* params) {
   params->group_stride = group * k_stride;
 }
 
+double DramBytes(const Instance& instance, const ConvProblem& problem, const Gpu& gpu) {
+  const auto width = static_cast<double>(instance.element_bytes);
+  const double x = width * static_cast<double>(problem.x_elements());
+  const double y = width * static_cast<double>(problem.y_elements());
+  const double written = problem.op == Op::kFprop ? y : problem.op == Op::kDgrad ? x : 0;
+  return x + y + WrittenExcess(written, gpu);
+}
+
 namespace {
 
 constexpr int64_t kChunks = kTileBytes / 16;  // of a pixel
 
-// Shares of the rates of DRAM, issue slots and shared memory, for gather.cuh and wgrad.cuh, and of
-// mma.sync. They are fitted to times of an H200.
-struct Shares {
-  double dram, issue, shared;
-};
-constexpr Shares kGatherShares = {0.6, 0.29, 0.48}, kWgradShares = {0.72, 0.36, 0.6};
-constexpr double kMmaShare = 0.8;
+// Issue slots of an instruction, waits for its operands included. Fitted.
+constexpr double kIssueSlots = 1.65;
+constexpr int kSchedulers = 4;  // of an SM
 // Rate of L2 relative to DRAM: 5.5 and 4.3 TB/s on an H200.
 constexpr double kL2Rate = 1.28;
 // Instructions of a warp, counted in the SASS for sm_90: one 16-byte chunk of a box or tile for
@@ -113,10 +117,6 @@ int64_t SharedBytes(const Instance& instance, const Params& params) {
   }
   const int64_t sums = instance.rows * instance.columns * instance.channels() * instance.block;
   return std::max(stages + kPixelBytes + tables, sums * int64_t{sizeof(float)});
-}
-
-Shares SharesOf(const Instance& instance) {
-  return instance.wgrad() ? kWgradShares : kGatherShares;
 }
 
 // The work of a warp for a tile and one depth tap (wgrad: one part).
@@ -182,21 +182,23 @@ double Wavefronts(const Instance& instance, const Params& params) {
   return copies + taps * (box + warps * bytes / 128);
 }
 
-// Microseconds of the SMs for one tile and one depth tap, with `ctas_of_sm` CTAs on each SM.
-double MicrosecondsOfTile(const Instance& instance, const Params& params, int64_t ctas_of_sm,
-                          const Gpu& gpu) {
-  const Shares shares = SharesOf(instance);
+// One tile and one depth tap on one of the GPU's SMs, divided by their number; `ctas_of_sm` CTAs on
+// each SM.
+TimeTerms TermsOfTile(const Instance& instance, const Params& params, int64_t ctas_of_sm,
+                      const Gpu& gpu) {
   const WarpWork work = WorkOfWarp(instance, params);
-  const double issue = work.instructions * kWarps / 4 / shares.issue;
-  const double shared = Wavefronts(instance, params) / shares.shared;
-  const double multiply =
-      work.products * kWarps * (16 * 8 * 16) / gpu.mma_sync_per_clock / kMmaShare;
+  const double alone = ctas_of_sm == 1 ? kAlone : 1;
+  const double cycles = gpu.sm_count * gpu.cycles_per_us();
+  TimeTerms terms;
+  terms.tensor_cores = (alone * work.products * kWarps * (16 * 8 * 16) / gpu.mma_sync_per_clock +
+                        kItemCycles / static_cast<double>(ctas_of_sm)) /
+                       cycles;
+  const double issue = work.instructions * kIssueSlots * kWarps / kSchedulers;
   // The boxes of neighbouring tiles overlap in L2.
-  const double load = static_cast<double>(StagePixels(instance, params) * kChunks * 16) /
-                      (gpu.dram_bytes_per_us * kL2Rate);
-  const double cycles = std::max({issue, shared, multiply}) * (ctas_of_sm == 1 ? kAlone : 1) +
-                        kItemCycles / static_cast<double>(ctas_of_sm);
-  return std::max(load, cycles / (gpu.sm_count * gpu.cycles_per_us()));
+  const double l2 = static_cast<double>(StagePixels(instance, params) * kChunks * 16) /
+                    (gpu.dram_bytes_per_us * kL2Rate);
+  terms.loads = std::max(l2, alone * std::max(issue, Wavefronts(instance, params)) / cycles);
+  return terms;
 }
 
 // Microseconds of a CTA of gather.cuh for reading a filter, with a wait for every few taps.
@@ -214,8 +216,10 @@ bool Even(int64_t tile, int64_t out) { return CeilDiv(out, CeilDiv(out, tile)) =
 
 // Chooses the tile with the smallest time. images: of one filter. items: the number of channel
 // tiles, images and depths for each tile.
-Status ShapeTile(const Instance& instance, const Gpu& gpu, int64_t images, int64_t items,
-                 int64_t parts, Params* params) {
+Status ShapeTile(const Instance& instance, const Gpu& gpu, const FormTime& form, int64_t images,
+                 int64_t items, int64_t parts, Params* params) {
+  FormTime of_tile_time = form;
+  of_tile_time.fixed_us = 0;
   const int64_t most = instance.wgrad() ? kPositions : instance.strips() * instance.blocks_m * 16;
   double least = HUGE_VAL;
   int64_t fewest_bytes = INT64_MAX;
@@ -250,8 +254,9 @@ Status ShapeTile(const Instance& instance, const Gpu& gpu, int64_t images, int64
         const int64_t resident = gpu.sm_count * ctas, all = items / of_tile * tiles;
         const int64_t slices = std::max<int64_t>(1, all / parts / kMinItemsOfSlice);
         const int64_t busy = instance.wgrad() ? std::min(resident, parts * slices) : resident;
-        const double work = MicrosecondsOfTile(instance, shape, ctas, gpu) *
-                            static_cast<double>(CeilDiv(all, busy) * resident);
+        const double work =
+            PredictedMicroseconds(TermsOfTile(instance, shape, ctas, gpu), of_tile_time) *
+            static_cast<double>(CeilDiv(all, busy) * resident);
         if (work >= least) continue;
         least = work;
         best = shape;
@@ -274,6 +279,8 @@ Status MakePlan(const KernelDesc& kernel, const ConvProblem& problem, const Gpu&
   if (instance.stages > 0) return MakeRowsPlan(kernel, problem, gpu, slices, plan);
   if (instance.runs()) return MakeRunsPlan(kernel, problem, gpu, slices, plan);
   JAXCONV_RETURN_IF_ERROR(Check(kernel, instance, problem));
+  plan->form = FormTimeOf("block_diagonal", OperationsName(problem),
+                          OperandsName(problem, /*tf32=*/true, instance.three_tf32));
   auto launch = std::make_shared<LaunchParams>();
   Params& params = launch->kernel;
   DescribeOperands(problem, &params);
@@ -286,7 +293,7 @@ Status MakePlan(const KernelDesc& kernel, const ConvProblem& problem, const Gpu&
   const int64_t items =
       images *
       (instance.wgrad() ? parts : CeilDiv(params.channels, instance.channels()) * problem.batch);
-  JAXCONV_RETURN_IF_ERROR(ShapeTile(instance, gpu, problem.n, items, parts, &params));
+  JAXCONV_RETURN_IF_ERROR(ShapeTile(instance, gpu, plan->form, problem.n, items, parts, &params));
   params.stage_bytes = static_cast<int32_t>(StageBytes(instance, params));
   launch->shared_bytes = SharedBytes(instance, params);
   JAXCONV_RETURN_IF_ERROR(CountItems(problem, instance.channels(), &params));
@@ -311,12 +318,12 @@ Status MakePlan(const KernelDesc& kernel, const ConvProblem& problem, const Gpu&
     beside = MicrosecondsOfFilter(params, gpu);
   }
   launch->out_dtype = problem.output_dtype();
-  const double bytes = static_cast<double>(instance.element_bytes) *
-                       static_cast<double>(problem.x_elements() + problem.y_elements());
-  plan->microseconds =
-      gpu.launch_us + beside +
-      std::max(bytes / (gpu.dram_bytes_per_us * SharesOf(instance).dram),
-               static_cast<double>(tiles) * MicrosecondsOfTile(instance, params, ctas_of_sm, gpu));
+  plan->terms = TermsOfTile(instance, params, ctas_of_sm, gpu);
+  plan->terms.tensor_cores *= static_cast<double>(tiles);
+  plan->terms.loads *= static_cast<double>(tiles);
+  plan->terms.dram = DramBytes(instance, problem, gpu) / gpu.dram_bytes_per_us;
+  plan->terms.launch = gpu.launch_us + beside;
+  plan->microseconds = PredictedMicroseconds(plan->terms, plan->form);
   plan->kernel = &kernel;
   plan->params = std::move(launch);
   return {};

@@ -14,8 +14,6 @@ namespace {
 
 constexpr int64_t kHalo = 2;
 
-// Shares of the rates of DRAM and wgmma, fitted to times of an H200.
-constexpr double kDramShare = 0.77, kWgmmaShare = 0.85;
 // Cycles of a warpgroup for a row in addition to its products; and from the start to the first
 // product plus from the last product to the end, for each 16 channels of a block.
 constexpr double kRowCycles = 500, kStartCycles = 2500;
@@ -100,15 +98,15 @@ Status MakeRowsPlan(const KernelDesc& kernel, const ConvProblem& problem, const 
   const auto rows =
       static_cast<double>(CeilDiv(params.items, launch->ctas) * int64_t{params.axis[1].box});
   const double multiply = CyclesOfRow(instance);
-  const double cycles =
-      rows * std::max(static_cast<double>(ctas_of_sm * kRowPairs) * multiply / kWgmmaShare,
-                      multiply / 2 + kRowCycles);
-  const double bytes = static_cast<double>(instance.element_bytes) *
-                       static_cast<double>(problem.x_elements() + problem.y_elements());
-  plan->microseconds =
-      gpu.launch_us +
-      kStartCycles * static_cast<double>(instance.block) / 16 / gpu.cycles_per_us() +
-      std::max(bytes / (gpu.dram_bytes_per_us * kDramShare), cycles / gpu.cycles_per_us());
+  plan->terms.tensor_cores =
+      rows * static_cast<double>(ctas_of_sm * kRowPairs) * multiply / gpu.cycles_per_us();
+  plan->terms.stores = rows * (multiply / 2 + kRowCycles) / gpu.cycles_per_us();
+  plan->terms.dram = DramBytes(instance, problem, gpu) / gpu.dram_bytes_per_us;
+  plan->terms.launch =
+      gpu.launch_us + kStartCycles * static_cast<double>(instance.block) / 16 / gpu.cycles_per_us();
+  plan->form = FormTimeOf("block_diagonal rows", OperationsName(problem),
+                          OperandsName(problem, /*tf32=*/true, instance.three_tf32));
+  plan->microseconds = PredictedMicroseconds(plan->terms, plan->form);
   plan->kernel = &kernel;
   plan->params = std::move(launch);
   return {};

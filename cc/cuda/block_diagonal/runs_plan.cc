@@ -14,11 +14,7 @@ namespace {
 constexpr int64_t kTaps = 3;      // of rows and of columns
 constexpr int64_t kMaxBox = 256;  // pixels of a box along an axis
 
-// Shares of the rates of DRAM, issue slots, shared memory and mma.sync, fitted to times of an H200.
-// The DRAM shares are for stride 1, the two boxes of stride 2, its phases, and wgrad.
-constexpr double kDramShare = 0.72, kDramShareStrided = 0.85, kDramSharePhases = 0.66;
-constexpr double kDramShareWgrad = 0.9;
-constexpr double kIssueShare = 0.6, kSharedShare = 0.75, kMmaShare = 0.66;
+constexpr int kSchedulers = 4;  // of an SM
 // Rate of L2 relative to DRAM.
 constexpr double kL2Rate = 1.28;
 // Instructions of a warp for an item other than products and their operands, and for a row of
@@ -52,9 +48,9 @@ int64_t SharedBytes(const Instance& instance, const Params& params) {
   return std::max(kRunStages * stage + kRunPixelBytes + 2 * kRunStages * 8, sums);
 }
 
-// Microseconds of the SMs for one tile, with `ctas_of_sm` CTAs on each SM.
-double MicrosecondsOfTile(const Instance& instance, const Params& params, int64_t ctas_of_sm,
-                          const Gpu& gpu) {
+// One tile on one of the GPU's SMs, divided by their number; `ctas_of_sm` CTAs on each SM.
+TimeTerms TermsOfTile(const Instance& instance, const Params& params, int64_t ctas_of_sm,
+                      const Gpu& gpu) {
   const auto rows = static_cast<double>(instance.run_rows);
   const auto steps =
       static_cast<double>(instance.block) / static_cast<double>(instance.step_channels());
@@ -81,22 +77,25 @@ double MicrosecondsOfTile(const Instance& instance, const Params& params, int64_
   }
   const double issue =
       (kItemInstructions + products + reads * operands + split + stores * kRowInstructions) *
-      kWarps / 4;
+      kWarps / kSchedulers;
   const double pixels = params.box_pixels + params.tile_pixels;
   const double shared = pixels + kWarps * 4 * (operands + stores);
   const double multiply = products * kWarps * (16 * 8 * 16) / gpu.mma_sync_per_clock;
-  const double loaded = params.box_pixels + (instance.wgrad() ? params.tile_pixels : 0);
-  const double load = loaded * kRunPixelBytes / (gpu.dram_bytes_per_us * kL2Rate);
-  const double cycles =
-      std::max({issue / kIssueShare, shared / kSharedShare, multiply / kMmaShare}) +
+  const double waits =
       (instance.wgrad() ? kWgradItemCycles : kItemCycles) / static_cast<double>(ctas_of_sm);
-  return std::max(load, cycles / (gpu.sm_count * gpu.cycles_per_us()));
+  const double cycles = gpu.sm_count * gpu.cycles_per_us();
+  TimeTerms terms;
+  terms.tensor_cores = (multiply + waits) / cycles;
+  terms.loads = std::max(issue, shared) / cycles;
+  return terms;
 }
 
 // Chooses the tile with the smallest time. Its rows and columns are those of the output, or of dy
 // in phases_sm90.cuh.
-Status ShapeRuns(const Instance& instance, const Gpu& gpu, const ConvProblem& problem,
-                 Params* params) {
+Status ShapeRuns(const Instance& instance, const Gpu& gpu, const FormTime& form,
+                 const ConvProblem& problem, Params* params) {
+  FormTime of_tile_time = form;
+  of_tile_time.fixed_us = 0;
   Axis &rows = params->axis[1], &columns = params->axis[2];
   const int64_t channel_tiles = CeilDiv(params->channels, instance.channels()) * problem.batch;
   const int64_t step = instance.strided() ? 2 : 1, of_run = instance.phases ? 2 : 1;
@@ -145,8 +144,9 @@ Status ShapeRuns(const Instance& instance, const Gpu& gpu, const ConvProblem& pr
         if (ctas == 0) break;
         const int64_t resident = gpu.sm_count * ctas;
         const int64_t items = CeilDiv(problem.n, images) * row_tiles * column_tiles * channel_tiles;
-        const double work = MicrosecondsOfTile(instance, shape, ctas, gpu) *
-                            static_cast<double>(CeilDiv(items, resident) * resident);
+        const double work =
+            PredictedMicroseconds(TermsOfTile(instance, shape, ctas, gpu), of_tile_time) *
+            static_cast<double>(CeilDiv(items, resident) * resident);
         if (work >= least) continue;
         least = work;
         best = shape;
@@ -193,11 +193,13 @@ Status MakeRunsPlan(const KernelDesc& kernel, const ConvProblem& problem, const 
                     int64_t slices, Plan* plan) {
   const auto& instance = *static_cast<const Instance*>(kernel.instance);
   JAXCONV_RETURN_IF_ERROR(Check(kernel, instance, problem));
+  plan->form = FormTimeOf("block_diagonal runs", OperationsName(problem),
+                          OperandsName(problem, /*tf32=*/true, instance.three_tf32));
   auto launch = std::make_shared<LaunchParams>();
   Params& params = launch->kernel;
   DescribeOperands(problem, &params);
   JAXCONV_RETURN_IF_ERROR(CheckRuns(instance, problem, params));
-  JAXCONV_RETURN_IF_ERROR(ShapeRuns(instance, gpu, problem, &params));
+  JAXCONV_RETURN_IF_ERROR(ShapeRuns(instance, gpu, plan->form, problem, &params));
   params.stage_bytes = static_cast<int32_t>(StageBytes(instance, params));
   params.result_bytes = static_cast<int32_t>(ResultBytes(instance, params));
   launch->shared_bytes = SharedBytes(instance, params);
@@ -222,15 +224,12 @@ Status MakeRunsPlan(const KernelDesc& kernel, const ConvProblem& problem, const 
     beside *= static_cast<double>(instance.block) / 16;
     tiles = static_cast<double>(CeilDiv(params.items, launch->ctas) * resident);
   }
-  const double bytes = static_cast<double>(instance.element_bytes) *
-                       static_cast<double>(problem.x_elements() + problem.y_elements());
-  const double share = instance.wgrad()     ? kDramShareWgrad
-                       : instance.phases    ? kDramSharePhases
-                       : instance.strided() ? kDramShareStrided
-                                            : kDramShare;
-  plan->microseconds = gpu.launch_us + beside +
-                       std::max(bytes / (gpu.dram_bytes_per_us * share),
-                                tiles * MicrosecondsOfTile(instance, params, ctas_of_sm, gpu));
+  plan->terms = TermsOfTile(instance, params, ctas_of_sm, gpu);
+  plan->terms.tensor_cores *= tiles;
+  plan->terms.loads *= tiles;
+  plan->terms.dram = DramBytes(instance, problem, gpu) / gpu.dram_bytes_per_us;
+  plan->terms.launch = gpu.launch_us + beside;
+  plan->microseconds = PredictedMicroseconds(plan->terms, plan->form);
   plan->kernel = &kernel;
   plan->params = std::move(launch);
   return {};

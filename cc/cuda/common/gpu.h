@@ -30,10 +30,9 @@ struct Gpu {
   double dram_bytes_per_cycle() const { return dram_bytes_per_us / cycles_per_us(); }  // all SMs
 };
 
-// What kernels on mma.sync reach: an H200 runs at 1.75 of its 1.97 GHz under their load, and gathered
-// loads with 16-byte copies come to this share of the DRAM rate (docs/notes/igemm_wmma.md).
+// An H200 runs at 1.75 of its 1.97 GHz under the load of kernels on mma.sync
+// (docs/notes/igemm_wmma.md).
 inline constexpr double kMmaSyncClockShare = 0.888325;
-inline constexpr double kMmaSyncDramShare = 0.716528;
 
 // The model of a product ("h200", "a100", ...; see gpu.cc) or of a capability ("sm_90", "sm_90a":
 // its usual data-centre part). Returns false if `target` is neither.

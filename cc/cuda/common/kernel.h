@@ -13,6 +13,7 @@
 #include "core/conv_problem.h"
 #include "core/status.h"
 #include "cuda/common/gpu.h"
+#include "cuda/common/predicted_time.h"
 
 namespace jaxconv {
 
@@ -27,6 +28,10 @@ struct Plan {
   int64_t slices = 1;  // split-K slices, or CTAs of a cluster
   int64_t workspace_bytes = 0;
   double microseconds = 0;  // predicted for all kernels of the call
+  // The terms of that time and their line of the calibration; without a name in families that have
+  // none.
+  TimeTerms terms;
+  FormTime form;
   // The family's parameter block.
   std::shared_ptr<const void> params;
 

@@ -10,42 +10,19 @@ namespace jaxconv {
 namespace {
 
 // XLA's autotuner picks a kernel of cuDNN or cuBLAS. A class holds the convolutions for which it
-// picks kernels of one kind; docs/notes/xla.md has the measurements.
-constexpr std::string_view kDepthwise = "depthwise";  // one input and output channel a group
+// picks kernels of one kind and is a form of the calibration; docs/notes/xla.md has the
+// measurements.
+constexpr std::string_view kDepthwise = "xla depthwise";  // one input and output channel a group
 // FP32 wgrad of depthwise filters above 3x3, where cuDNN's own kernel ends.
-constexpr std::string_view kDepthwiseAbove3x3 = "depthwise above 3x3";
-constexpr std::string_view kGrouped = "grouped";             // 2 to kBlock channels a group
-constexpr std::string_view kFewChannels = "few channels";    // at most kFewest input channels
-constexpr std::string_view kDilatedWgrad = "dilated wgrad";  // XLA swaps stride and dilation
-constexpr std::string_view kPointwise = "pointwise";         // 1x1 of stride 1: a matrix product
-constexpr std::string_view kFft = "fft";                     // 3x3 in FP32 on many images
-constexpr std::string_view kDense = "dense";
+constexpr std::string_view kDepthwiseAbove3x3 = "xla depthwise above 3x3";
+constexpr std::string_view kGrouped = "xla grouped";             // 2 to kBlock channels a group
+constexpr std::string_view kFewChannels = "xla few channels";    // at most kFewest input channels
+constexpr std::string_view kDilatedWgrad = "xla dilated wgrad";  // XLA swaps stride and dilation
+constexpr std::string_view kPointwise = "xla pointwise";  // 1x1 of stride 1: a matrix product
+constexpr std::string_view kFft = "xla fft";              // 3x3 in FP32 on many images
+constexpr std::string_view kDense = "xla dense";
 
 constexpr std::string_view k16Bit = "16-bit", kTf32 = "tf32", kFp32 = "fp32";
-
-struct Calibration {
-  std::string_view problem_class, operations, operands;
-  double fixed_us;       // launches, memsets, first and last tile
-  double compute_share;  // of the pipe's rate
-  double memory_share;   // of the DRAM rate of a copy; above 1 where loads come nearer to the peak
-};
-
-// An H200's; other GPUs scale it by their rates.
-#define XLA_OVERLAP(exponent) constexpr double kOverlap = exponent;
-#include "cuda/calibration/h200.def"
-constexpr Calibration kCalibration[] = {
-#define XLA(...) {__VA_ARGS__},
-#include "cuda/calibration/h200.def"
-};
-
-// The rule that combines the terms: loads and arithmetic overlap, but not fully where both take about
-// as long.
-double Combined(const XlaTerms& terms, const Calibration& calibration) {
-  const double compute = terms.compute_us / calibration.compute_share;
-  const double memory = terms.memory_us / calibration.memory_share;
-  return calibration.fixed_us + terms.passes_us +
-         std::pow(std::pow(compute, kOverlap) + std::pow(memory, kOverlap), 1 / kOverlap);
-}
 
 // --- kernels around the convolution --------------------------------------------------------------
 
@@ -157,28 +134,17 @@ std::string_view OperandsOf(const ConvProblem& problem) {
   return wgrad && !direct ? std::string_view() : kFp32;
 }
 
-std::string_view OperationsOf(const ConvProblem& problem, std::string_view problem_class) {
-  if (problem.op == Op::kWgrad) return "wgrad";
-  if (problem_class != kFewChannels) return "fprop, dgrad";
+std::string_view OperationsOf(const ConvProblem& problem, std::string_view form) {
+  if (form != kFewChannels || problem.op == Op::kWgrad) return OperationsName(problem);
   return problem.op == Op::kFprop ? "fprop" : "dgrad";
-}
-
-const Calibration* FindCalibration(const XlaTerms& terms) {
-  for (const Calibration& line : kCalibration) {
-    if (line.problem_class == terms.problem_class && line.operations == terms.operations &&
-        line.operands == terms.operands) {
-      return &line;
-    }
-  }
-  return nullptr;
 }
 
 // --- terms -----------------------------------------------------------------------------------------
 
 // FLOPs per microsecond of the pipe on which the class's kernels multiply.
 double FlopsPerUs(const XlaTerms& terms, const Gpu& gpu) {
-  const bool depthwise = terms.problem_class == kDepthwise;
-  const bool product = terms.problem_class == kPointwise || terms.problem_class == kDense;
+  const bool depthwise = terms.form == kDepthwise;
+  const bool product = terms.form == kPointwise || terms.form == kDense;
   double per_clock = gpu.fma_per_clock;
   if (terms.operands != kFp32 && !depthwise) {
     const bool wgmma = product && gpu.wgmma_per_clock > 0;
@@ -188,11 +154,16 @@ double FlopsPerUs(const XlaTerms& terms, const Gpu& gpu) {
   return 2 * per_clock * gpu.sm_count * gpu.cycles_per_us();
 }
 
+// A TF32 wgrad with more channels than half a tile and less than a tile does not fit cuBLAS's small
+// tiles; cuDNN computes it, this many times slower: 384 -> 96 on 256x14x14 takes 50 us, 384 -> 64
+// takes 31.
+constexpr double kBetweenTiles = 1.6;
+
 // The outputs of whole tiles, and in dense fprop and dgrad of whole waves of them, relative to those
 // of the matrix product. Wgrad and cuBLAS fill the last wave with slices of the reduction. Smaller
 // tiles waste less and run slower: the square root is between both.
 double ProductExcess(const ConvProblem& problem, const XlaTerms& terms, const Gpu& gpu) {
-  const bool pointwise = terms.problem_class == kPointwise, wgrad = problem.op == Op::kWgrad;
+  const bool pointwise = terms.form == kPointwise, wgrad = problem.op == Op::kWgrad;
   if (pointwise && !wgrad && terms.operands == k16Bit) return 1;  // cuBLAS has tiles of all widths
   const bool fprop = problem.op == Op::kFprop;
   const int64_t pixels = problem.n * (fprop ? problem.out_pixels() : problem.in_pixels());
@@ -200,8 +171,11 @@ double ProductExcess(const ConvProblem& problem, const XlaTerms& terms, const Gp
                 gemm_n = fprop || wgrad ? problem.k : problem.c;
   int64_t tiles = CeilDiv(gemm_m, kTile) * CeilDiv(gemm_n, kTile);
   if (!pointwise && !wgrad) tiles = CeilDiv(tiles, gpu.sm_count) * gpu.sm_count;
-  return std::sqrt(static_cast<double>(tiles * kTile * kTile) /
-                   (static_cast<double>(gemm_m) * static_cast<double>(gemm_n)));
+  const double excess = std::sqrt(static_cast<double>(tiles * kTile * kTile) /
+                                  (static_cast<double>(gemm_m) * static_cast<double>(gemm_n)));
+  const int64_t narrow = std::min(gemm_m, gemm_n);
+  const bool between = pointwise && wgrad && terms.operands == kTf32;
+  return between && narrow > kTile / 2 && narrow < kTile ? kBetweenTiles * excess : excess;
 }
 
 // The FLOPs of a block of groups, relative to those of its groups.
@@ -223,16 +197,16 @@ constexpr int64_t kLineBytes = 128;
 constexpr double kPartialLineExcess = 0.15;
 
 bool PartialLines(const ConvProblem& problem, const XlaTerms& terms) {
-  const bool product = terms.problem_class == kPointwise && terms.operands == k16Bit;
+  const bool product = terms.form == kPointwise && terms.operands == k16Bit;
   const bool wgrad = problem.op == Op::kWgrad;
-  if (!(wgrad ? terms.problem_class == kDepthwise : product)) return false;
+  if (!(wgrad ? terms.form == kDepthwise : product)) return false;
   const int64_t reduced = problem.op == Op::kDgrad ? problem.k : problem.c;
   return reduced * ByteWidth(problem.lhs_dtype()) % kLineBytes != 0;
 }
 
 // Adds the terms of kernels that gather their operands or read them as matrices.
 void AddTerms(const ConvProblem& problem, const Gpu& gpu, XlaTerms* terms) {
-  const bool pointwise = terms->problem_class == kPointwise;
+  const bool pointwise = terms->form == kPointwise;
   const bool fprop = problem.op == Op::kFprop, wgrad = problem.op == Op::kWgrad;
   const bool dgrad = problem.op == Op::kDgrad, tensor_cores = terms->operands != kFp32;
   const auto width = static_cast<double>(ByteWidth(problem.lhs_dtype()));
@@ -241,20 +215,20 @@ void AddTerms(const ConvProblem& problem, const Gpu& gpu, XlaTerms* terms) {
   const double w = width * static_cast<double>(problem.w_elements());
   double y = width * static_cast<double>(problem.y_elements());
   auto flops = static_cast<double>(problem.flops());
-  if (terms->problem_class == kGrouped) flops *= BlockExcess(problem, *terms, gpu);
+  if (terms->form == kGrouped) flops *= BlockExcess(problem, *terms, gpu);
   if (dgrad && problem.groups > 1 && !AllOnes(problem.stride)) {
     // XLA inserts zeros between the pixels of dy and convolves the result. The first kernel takes
     // as long for 16-bit elements as for float32.
     const double dilation =
         static_cast<double>(problem.in_pixels()) / static_cast<double>(problem.out_pixels());
     const auto bytes = static_cast<double>(ByteWidth(DType::kF32) * problem.y_elements());
-    terms->passes_us += kPassUs + PassMicroseconds(bytes * (1 + dilation), gpu);
+    terms->time.launch += kPassUs + PassMicroseconds(bytes * (1 + dilation), gpu);
     flops *= dilation;
     y *= dilation;
   }
   double bytes = x + w + y;
-  if (problem.rank == 3) terms->passes_us += kRank3Passes * bytes / gpu.dram_bytes_per_us;
-  if (tensor_cores && (pointwise || terms->problem_class == kDense)) {
+  if (problem.rank == 3) terms->time.launch += kRank3Passes * bytes / gpu.dram_bytes_per_us;
+  if (tensor_cores && (pointwise || terms->form == kDense)) {
     flops *= ProductExcess(problem, *terms, gpu);
   }
   if (pointwise && !wgrad) {
@@ -265,15 +239,15 @@ void AddTerms(const ConvProblem& problem, const Gpu& gpu, XlaTerms* terms) {
   if (pointwise && fprop && terms->operands == k16Bit &&
       problem.filter_layout == FilterLayout::kRsck) {
     // cuBLAS reads the filter as (k, c): a kernel transposes it from (c, k).
-    terms->passes_us += kPassUs + PassMicroseconds(2 * w, gpu);
+    terms->time.launch += kPassUs + PassMicroseconds(2 * w, gpu);
   }
   constexpr int64_t kSmallTile = kTile / 2 * (kTile / 2);
   if (pointwise && wgrad && tensor_cores && problem.w_elements() < gpu.sm_count * kSmallTile) {
     const auto sums = static_cast<double>(ByteWidth(DType::kF32) * problem.w_elements());
-    terms->passes_us += sums / (kReductionShare * gpu.dram_bytes_per_us);
+    terms->time.launch += sums / (kReductionShare * gpu.dram_bytes_per_us);
   }
-  terms->compute_us = flops / FlopsPerUs(*terms, gpu);
-  terms->memory_us = bytes / gpu.dram_bytes_per_us;
+  terms->time.tensor_cores = flops / FlopsPerUs(*terms, gpu);
+  terms->time.dram = bytes / gpu.dram_bytes_per_us;
 }
 
 // The FFT's terms; false if cuDNN does not take it. fprop's padded map must fit in one tile; dgrad
@@ -305,9 +279,9 @@ bool FftTermsOf(const ConvProblem& problem, const Gpu& gpu, XlaTerms* terms) {
   const double spectra = 2 * width * frequencies * (m * (c + k) + c * k);
   const double tensors = width * static_cast<double>(problem.x_elements() + problem.y_elements());
   const double flops = 2 * kComplexFma * frequencies * m * c * k;
-  terms->problem_class = kFft;
-  terms->compute_us = flops / FlopsPerUs(*terms, gpu);
-  terms->memory_us = 2 * (spectra + tensors) / gpu.dram_bytes_per_us;
+  terms->form = kFft;
+  terms->time.tensor_cores = flops / FlopsPerUs(*terms, gpu);
+  terms->time.dram = 2 * (spectra + tensors) / gpu.dram_bytes_per_us;
   return true;
 }
 
@@ -318,14 +292,14 @@ bool XlaTermsOf(const ConvProblem& problem, const Gpu& gpu, XlaTerms* terms) {
   if (!problem.RequireChannelsLast().ok()) return false;
   terms->operands = OperandsOf(problem);
   if (terms->operands.empty()) return false;
-  terms->problem_class = ClassOf(problem, terms->operands);
-  if (terms->problem_class.empty()) return false;
-  terms->operations = OperationsOf(problem, terms->problem_class);
+  terms->form = ClassOf(problem, terms->operands);
+  if (terms->form.empty()) return false;
+  terms->operations = OperationsOf(problem, terms->form);
   AddTerms(problem, gpu, terms);
-  if (terms->problem_class == kDense && terms->operands == kFp32) {
+  if (terms->form == kDense && terms->operands == kFp32) {
     XlaTerms fft = *terms;
     const bool possible = FftTermsOf(problem, gpu, &fft);
-    if (possible && fft.compute_us + fft.memory_us < terms->compute_us) *terms = fft;
+    if (possible && fft.time.tensor_cores + fft.time.dram < terms->time.tensor_cores) *terms = fft;
   }
   return true;
 }
@@ -333,9 +307,9 @@ bool XlaTermsOf(const ConvProblem& problem, const Gpu& gpu, XlaTerms* terms) {
 double PredictXlaMicroseconds(const ConvProblem& problem, const Gpu& gpu) {
   XlaTerms terms;
   if (!XlaTermsOf(problem, gpu, &terms)) return 0;
-  const Calibration* calibration = FindCalibration(terms);
-  if (calibration == nullptr) return 0;
-  return Combined(terms, *calibration) + EpilogueMicroseconds(problem, gpu);
+  const FormTime* form = FindFormTime(terms.form, terms.operations, terms.operands);
+  if (form == nullptr) return 0;
+  return PredictedMicroseconds(terms.time, *form) + EpilogueMicroseconds(problem, gpu);
 }
 
 }  // namespace jaxconv

@@ -6,17 +6,16 @@
 
 #include "core/conv_problem.h"
 #include "cuda/common/gpu.h"
+#include "cuda/common/predicted_time.h"
 
 namespace jaxconv {
 
-// What XLA's kernels for a convolution compute and move, in microseconds at the GPU's full rates.
-// The first three fields name the line of the calibration (cuda/calibration) that says which shares
-// of these rates the kernels reach.
+// What XLA's kernels for a convolution compute and move, and the line of the calibration by name.
 struct XlaTerms {
-  std::string_view problem_class, operations, operands;
-  double compute_us = 0;  // FLOPs, those of padded tiles included, at the rate of a pipe
-  double memory_us = 0;   // bytes of every tensor at the DRAM rate
-  double passes_us = 0;   // kernels before and after: transposes, zeros between pixels, reductions
+  std::string_view form, operations, operands;
+  // tensor_cores: FLOPs, those of padded tiles included, at the rate of a pipe. dram: bytes of every
+  // tensor. launch: kernels before and after: transposes, zeros between pixels, reductions.
+  TimeTerms time;
 };
 
 // The terms of a convolution without its epilogue. Returns false if XLA is no candidate: nothing

@@ -18,11 +18,11 @@ constexpr int64_t kMostParts = 16;  // of an image's rows
 
 // Scheduler cycles for a product, for a row of pixels apart from its products, and for a CTA's
 // setup; a CTA's cycles until its first row, and for a row that waits for the previous one;
-// additional turns of the last CTAs over an even share. The share of the DRAM rate, microseconds
-// before the first row, and the exponent that joins the two bounds. The errors on the kernel's 20
-// times in docs/notes/depthwise.md are 7 % rms, 13 % at most.
-constexpr double kProductCycles = 7.2, kRowCycles = 11, kCtaCycles = 225, kStartCycles = 4190,
-                 kRowLatency = 363, kLastTurn = 0.5, kCopyShare = 0.95, kStart = 1.4, kJoin = 4;
+// additional turns of the last CTAs over an even share. Fitted to 20 times of the kernel
+// (docs/notes/depthwise.md).
+constexpr double kProductCycles = 7.2, kRowCycles = 11, kCtaCycles = 225;
+constexpr double kStartCycles = 4190, kRowLatency = 363, kLastTurn = 0.5;
+constexpr int kSchedulers = 4;  // of an SM
 
 Status Check(const KernelDesc& kernel, const PairsInstance& instance, const ConvProblem& problem) {
   JAXCONV_RETURN_IF_ERROR(CheckOperands(kernel, problem));
@@ -63,8 +63,8 @@ bool ShapeTile(const PairsInstance& instance, const ConvProblem& problem, const 
   return *ctas_of_sm > 0;
 }
 
-double Microseconds(const PairsInstance& instance, const ConvProblem& problem, const Gpu& gpu,
-                    const Params& params, int64_t ctas_of_sm) {
+TimeTerms TermsOf(const PairsInstance& instance, const ConvProblem& problem, const Gpu& gpu,
+                  const Params& params, int64_t ctas_of_sm) {
   const Axis& rows = params.axis[1];
   const auto items = static_cast<double>(params.items);
   const double places = static_cast<double>(gpu.sm_count * ctas_of_sm);
@@ -72,20 +72,22 @@ double Microseconds(const PairsInstance& instance, const ConvProblem& problem, c
   // For a warp; a single last tap of a row counts as a product.
   const double products = static_cast<double>(rows.tile) * instance.filter_rows *
                           static_cast<double>(CeilDiv(int64_t{instance.filter_columns}, 2));
-  const double work = items * instance.channel_blocks / (4 * gpu.sm_count) *
+  const double work = items * instance.channel_blocks / (kSchedulers * gpu.sm_count) *
                       (products * kProductCycles + pixel_rows * kRowCycles + kCtaCycles);
   // Consecutive CTAs in a resident slot; the last rarely start together.
   const double turns = std::max(1.0, items / places + kLastTurn);
   const double chain = turns * (kStartCycles + pixel_rows * kRowLatency);
-  const double cycles = std::pow(std::pow(work, 4) + std::pow(chain, 4), 0.25);
   const double waste =
       static_cast<double>(params.channel_tiles.divisor * instance.channels()) / params.channels;
   const double bytes = static_cast<double>(kWidth) *
                            static_cast<double>(problem.x_elements() + problem.y_elements()) +
                        static_cast<double>(EpilogueBytes(problem));
-  const double copy = std::sqrt(waste) * bytes / (gpu.dram_bytes_per_us * kCopyShare);
-  return gpu.launch_us + kStart +
-         std::pow(std::pow(cycles / gpu.cycles_per_us(), kJoin) + std::pow(copy, kJoin), 1 / kJoin);
+  TimeTerms terms;
+  terms.tensor_cores = work / gpu.cycles_per_us();
+  terms.loads = chain / gpu.cycles_per_us();
+  terms.dram = std::sqrt(waste) * bytes / gpu.dram_bytes_per_us;
+  terms.launch = gpu.launch_us;
+  return terms;
 }
 
 }  // namespace
@@ -101,6 +103,7 @@ Status PlanPairs(const KernelDesc& kernel, const ConvProblem& problem, const Gpu
   params.epilogue = EpilogueParams(problem.epilogue);
   JAXCONV_RETURN_IF_ERROR(CheckTma(problem, params));
 
+  plan->form = FormTimeOf("depthwise pairs", OperationsName(problem), "16-bit");
   double least = HUGE_VAL;
   for (int64_t parts = 1; parts <= kMostParts; ++parts) {
     for (const bool two : {false, true}) {
@@ -111,8 +114,10 @@ Status PlanPairs(const KernelDesc& kernel, const ConvProblem& problem, const Gpu
         continue;
       }
       JAXCONV_RETURN_IF_ERROR(CountItems(problem, instance.channels(), &shape));
-      const double us = Microseconds(instance, problem, gpu, shape, ctas_of_sm);
+      const TimeTerms terms = TermsOf(instance, problem, gpu, shape, ctas_of_sm);
+      const double us = PredictedMicroseconds(terms, plan->form);
       if (us >= least) continue;
+      plan->terms = terms;
       least = us;
       launch->kernel = shape;
       launch->shared_bytes = shared_bytes;

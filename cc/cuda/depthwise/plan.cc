@@ -37,18 +37,12 @@ struct TmaInstance : Instance {
   }
 };
 
-// Fitted to 127 times of this family on an H200; the rms error is 10 % (docs/notes/depthwise.md).
-// The reachable share of issue slots, and a warp's issue slots for an item, for 16 bytes of a box
-// and for an output, latencies included.
-constexpr double kIssueShare = 0.84;
+// A warp's issue slots for an item, for 16 bytes of a box and for an output, latencies included;
+// for an output where TMA copies the boxes, and where dy is spread. Fitted to 165 times of this
+// family on an H200 (docs/notes/depthwise.md).
 constexpr double kItemSlots = 190, kCopySlots = 42, kStoreSlots = 20;
-// The same for kernels whose boxes TMA copies, fitted to 38 times, and the microseconds until the
-// first boxes arrive, which matter in small layers.
-constexpr double kTmaIssueShare = 0.7, kTmaStoreSlots = 5, kTmaSpreadStoreSlots = 11,
-                 kTmaStart = 1.5;
-
-// The share of the DRAM rate for reads, and the additional time of a written byte.
-constexpr double kReadShare = 0.98, kWrittenExcess = 0.25;
+constexpr double kTmaStoreSlots = 5, kTmaSpreadStoreSlots = 11;
+constexpr int kSchedulers = 4;  // of an SM
 
 // The cost of tiles that hold a part of a pixel's channels: memory moves 64 bytes at a time and
 // caches lines of 128, which such tiles share. Shares of the store time and of the load time,
@@ -273,17 +267,19 @@ Status MakePlan(const KernelDesc& kernel, const ConvProblem& problem, const Gpu&
   const auto y_bytes = static_cast<double>(width * problem.y_elements());
   const double stored = wgrad ? 0 : problem.op == Op::kFprop ? y_bytes : x_bytes;
   const SharedLines shared(instance.channels() * width, params.channels * width);
-  const double bytes = x_bytes + y_bytes + (kWrittenExcess + shared.stored) * stored +
+  const double bytes = x_bytes + y_bytes + shared.stored * stored + WrittenExcess(stored, gpu) +
                        shared.read * (x_bytes + y_bytes - stored) +
                        static_cast<double>(EpilogueBytes(problem));
   const auto warps = static_cast<double>(
       longest * std::min(ctas_of_sm, CeilDiv(launch->ctas, gpu.sm_count)) * kWarps);
-  const double issue = waste * warps * SlotsOfStep(instance, params, stage_bytes, problem) /
-                       (4.0 * gpu.cycles_per_us() * (instance.tma ? kTmaIssueShare : kIssueShare));
-  const double copy = waste * bytes / (gpu.dram_bytes_per_us * kReadShare);
-  // Near the balance of the bounds, neither is reached.
-  plan->microseconds = gpu.launch_us * (wgrad ? 2 : 1) + (instance.tma ? kTmaStart : 0) +
-                       std::pow(std::pow(issue, 4) + std::pow(copy, 4), 0.25);
+  // Products, copies and stores take issue slots of the same warps.
+  plan->terms.tensor_cores = waste * warps * SlotsOfStep(instance, params, stage_bytes, problem) /
+                             (kSchedulers * gpu.cycles_per_us());
+  plan->terms.dram = waste * bytes / gpu.dram_bytes_per_us;
+  plan->terms.launch = gpu.launch_us * (wgrad ? 2 : 1);
+  plan->form = FormTimeOf(instance.tma ? "depthwise tma" : "depthwise", OperationsName(problem),
+                          OperandsName(problem, /*tf32=*/false, /*three_tf32=*/false));
+  plan->microseconds = PredictedMicroseconds(plan->terms, plan->form);
   plan->kernel = &kernel;
   plan->params = std::move(launch);
   return {};

@@ -1,4 +1,4 @@
-// The data of an instance, the tiling that plan.cc chooses for a problem, and the time of a tile.
+// The data of an instance, the tiling that plan.cc chooses for a problem, and the cycles of a tile.
 // Plain C++.
 #ifndef JAXCONV_CUDA_FEW_CHANNELS_COST_H_
 #define JAXCONV_CUDA_FEW_CHANNELS_COST_H_
@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "core/conv_problem.h"
+#include "cuda/common/gpu.h"
 #include "cuda/few_channels/params.h"
 
 namespace jaxconv::few_channels {
@@ -40,13 +41,15 @@ struct Tiling {
   bool three_tf32 = false;
 };
 
-// Cycles of a tile: its share of an SM's time, and its latency if few CTAs share the SM.
+// Cycles of an SM for a tile, and what a CTA waits for.
 struct TileCycles {
-  double start = 0;  // of a CTA, for the filter or the tables
-  double work = 0, latency = 0;
+  double tensor_cores = 0, loads = 0, stores = 0;
+  double start = 0;    // of a CTA, for the filter or the tables
+  double latency = 0;  // of a tile, which the other CTAs of the SM hide
 };
 
-TileCycles CyclesOfTile(const Instance& instance, const ConvProblem& problem, const Tiling& tiling);
+TileCycles CyclesOfTile(const Instance& instance, const ConvProblem& problem, const Tiling& tiling,
+                        const Gpu& gpu);
 
 }  // namespace jaxconv::few_channels
 

@@ -27,9 +27,6 @@ constexpr int64_t kMaxWorkspaceBytes = 64'000'000;
 constexpr int64_t kMaxGridY = 65535;
 constexpr int64_t kMostChunkChannels = 16;
 
-// Added to gpu.launch_us. The fit of CyclesOfTile attributes 0.857 us to the launch; the rest of a
-// kernel's start is part of CyclesOfTile.
-constexpr double kStartUs = -0.842857;
 // Per clock and SM: wgrad's partial results mostly stay in L2 between the two kernels.
 constexpr double kPartialBytesPerCycle = 20;
 
@@ -400,28 +397,32 @@ int64_t WorkspaceBytes(const ConvProblem& problem, int64_t slices) {
   return problem.op == Op::kWgrad ? slices * problem.w_elements() * int64_t{sizeof(float)} : 0;
 }
 
-double Microseconds(const Instance& instance, const ConvProblem& problem, const Gpu& gpu,
-                    const Tiling& tiling, int64_t epilogue_bytes, int64_t ctas) {
+TimeTerms TermsOf(const Instance& instance, const ConvProblem& problem, const Gpu& gpu,
+                  const Tiling& tiling, int64_t epilogue_bytes, int64_t ctas) {
   const int64_t resident = CtasOfSm(instance, tiling, gpu);
   const int64_t active = std::min(resident, CeilDiv(ctas * tiling.grid_y, gpu.sm_count));
   const int64_t waves = CeilDiv(ctas * tiling.grid_y, gpu.sm_count * resident);
-  const TileCycles tile = CyclesOfTile(instance, problem, tiling);
-  const double cycles =
-      tile.start + static_cast<double>(CeilDiv(tiling.params.tiles, ctas) * waves) *
-                       std::max(static_cast<double>(active) * tile.work, tile.latency);
+  const TileCycles tile = CyclesOfTile(instance, problem, tiling, gpu);
+  const double rounds = static_cast<double>(CeilDiv(tiling.params.tiles, ctas) * waves);
+  // Tiles of all CTAs of an SM; one CTA alone does not hide the latency of a tile.
+  const double tiles = rounds * static_cast<double>(active);
+  const double waits = active > 1 ? 0 : rounds * tile.latency;
   const double bytes =
       static_cast<double>(tiling.width) *
           static_cast<double>(problem.x_elements() + problem.w_elements() + problem.y_elements()) +
       static_cast<double>(epilogue_bytes);
-  const double cycles_per_us = gpu.cycles_per_us() * kMmaSyncClockShare;
-  const double start = gpu.launch_us + kStartUs;
-  double microseconds =
-      start + std::max(cycles / cycles_per_us, bytes / (gpu.dram_bytes_per_us * kMmaSyncDramShare));
+  TimeTerms terms;
+  terms.tensor_cores = (tiles * tile.tensor_cores + waits) / gpu.cycles_per_us();
+  terms.loads = tiles * tile.loads / gpu.cycles_per_us();
+  terms.stores = tiles * tile.stores / gpu.cycles_per_us();
+  terms.dram = bytes / gpu.dram_bytes_per_us;
+  terms.launch = gpu.launch_us + tile.start / gpu.cycles_per_us();
   if (problem.op == Op::kWgrad) {
-    microseconds += start + 2 * static_cast<double>(WorkspaceBytes(problem, ctas)) /
-                                (kPartialBytesPerCycle * gpu.sm_count * cycles_per_us);
+    terms.launch +=
+        gpu.launch_us + 2 * static_cast<double>(WorkspaceBytes(problem, ctas)) /
+                            (kPartialBytesPerCycle * gpu.sm_count * gpu.cycles_per_us());
   }
-  return microseconds;
+  return terms;
 }
 
 Status MakePlan(const KernelDesc& kernel, const ConvProblem& asked, const Gpu& gpu, int64_t slices,
@@ -458,7 +459,10 @@ Status MakePlan(const KernelDesc& kernel, const ConvProblem& asked, const Gpu& g
   plan->kernel = &kernel;
   plan->slices = wgrad ? ctas : 1;
   plan->workspace_bytes = WorkspaceBytes(problem, plan->slices);
-  plan->microseconds = Microseconds(instance, problem, gpu, tiling, EpilogueBytes(asked), ctas);
+  plan->terms = TermsOf(instance, problem, gpu, tiling, EpilogueBytes(asked), ctas);
+  plan->form = FormTimeOf("few_channels", OperationsName(problem),
+                          OperandsName(problem, /*tf32=*/true, kernel.three_tf32));
+  plan->microseconds = PredictedMicroseconds(plan->terms, plan->form);
   plan->params = std::move(launch);
   return {};
 }

@@ -10,9 +10,12 @@ namespace jaxconv::few_channels {
 namespace {
 
 constexpr int64_t kMaxGridY = 65535;
-// Measured on an H200, within 5 % (docs/notes/few_channels.md).
-constexpr double kStartCycles = 5000;
-constexpr double kDramShare = 0.8;
+// Cycles of an SM, chosen to fit the five rows of tests/cc/measured_times.tsv and the samples of
+// docs/notes/few_channels.md. The producers, for a
+// row of x or for a pair; the consumers' store of a row, of which two consumers take one each at a
+// time; the sums of z of a pair of rows, and with columns outside dy, which are set to zero.
+constexpr double kProducerCycles = 600, kStoreCycles = 350;
+constexpr double kSumCycles = 1300, kStripSumCycles = 1700;
 
 int64_t FloorDiv(int64_t a, int64_t b) { return a >= 0 ? a / b : -CeilDiv(-a, b); }
 
@@ -46,9 +49,9 @@ Status CheckRows(const RowsInstance& instance, const ConvProblem& problem) {
   return {};
 }
 
-// Sets shared memory, the grid and the predicted time, for rows of `cycles` cycles each.
+// Sets shared memory, the grid and the predicted time, for rows of `row` cycles each.
 template <class Params>
-Status Finish(const ConvProblem& problem, const Gpu& gpu, int64_t parts, double cycles_of_row,
+Status Finish(const ConvProblem& problem, const Gpu& gpu, int64_t parts, TimeTerms row,
               Params* params, Plan* plan) {
   if (params->shared_bytes > gpu.smem_per_block_optin) {
     return Status::Unimplemented("a CTA needs " + std::to_string(params->shared_bytes) +
@@ -58,14 +61,22 @@ Status Finish(const ConvProblem& problem, const Gpu& gpu, int64_t parts, double 
   if (params->grid_y > kMaxGridY) return Status::Unimplemented("too many batches for the grid");
   params->grid_x = std::clamp<int64_t>(gpu.sm_count / params->grid_y, 1, params->units);
   const int64_t waves = CeilDiv(params->grid_x * params->grid_y, gpu.sm_count);
-  const auto rows = static_cast<double>(waves * CeilDiv(params->units, params->grid_x));
-  const double cycles = kStartCycles + rows * cycles_of_row;
+  const double rows =
+      static_cast<double>(waves * CeilDiv(params->units, params->grid_x)) / gpu.cycles_per_us();
   const double bytes =
       2.0 * static_cast<double>(problem.x_elements() + problem.w_elements() + problem.y_elements());
-  plan->microseconds = gpu.launch_us + std::max(cycles / gpu.cycles_per_us(),
-                                                bytes / (gpu.dram_bytes_per_us * kDramShare));
+  plan->terms = {rows * row.tensor_cores, rows * row.loads, rows * row.stores,
+                 bytes / gpu.dram_bytes_per_us, gpu.launch_us};
+  plan->form = FormTimeOf("few_channels rows", OperationsName(problem), "16-bit");
+  plan->microseconds = PredictedMicroseconds(plan->terms, plan->form);
   plan->slices = 1;
   return {};
+}
+
+// Cycles of wgmma for a product of 64 channels, `columns` pixels and 16 elements.
+double ProductCycles(double columns, const Gpu& gpu) {
+  constexpr double kRows = 64, kReduced = 16;
+  return kRows * columns * kReduced / gpu.wgmma_per_clock;
 }
 
 }  // namespace
@@ -114,9 +125,11 @@ Status PlanRowPairs(const KernelDesc& kernel, const ConvProblem& problem, const 
   params->whole_words = problem.pad_lo[2] % 2 != 0 && problem.in[2] * problem.c % 2 == 0 ? 1 : 0;
   params->shared_bytes =
       kPairSlots * kRowPixels * 128 + kRowConsumers * kZFloats * int64_t{sizeof(float)};
-  // Strips at the border set the columns outside dy to zero in z.
-  const double cycles = strips > 1 ? 2380 : 1970;
-  JAXCONV_RETURN_IF_ERROR(Finish(problem, gpu, 1, cycles, params.get(), plan));
+  TimeTerms of_row;
+  const double products = static_cast<double>(instance.filter_rows + 1) * 2;
+  of_row.tensor_cores = products * ProductCycles(kRowPixels, gpu);
+  of_row.stores = strips > 1 ? kStripSumCycles : kSumCycles;
+  JAXCONV_RETURN_IF_ERROR(Finish(problem, gpu, 1, of_row, params.get(), plan));
   plan->kernel = &kernel;
   plan->params = std::move(params);
   return {};
@@ -157,13 +170,13 @@ Status PlanRows(const KernelDesc& kernel, const ConvProblem& problem, const Gpu&
   params->shared_bytes =
       instance.first_bytes() + int64_t{instance.ring_pairs()} * 2 * instance.row_bytes() +
       int64_t{instance.producers()} * instance.raw_pairs() * 32 * params->raw_chunks;
-  // Cycles of a row of y: the work around the products, 46 for each product of 112 columns, and at
-  // stride 4 the second pair of rows of x.
   const int64_t products = instance.filter_rows * ((instance.filter_columns + 3) / 4);
-  const double columns = static_cast<double>(instance.pixels()) / kRowPixels;
-  const double cycles = 610 + 46.0 * static_cast<double>(products) * columns +
-                        250.0 * static_cast<double>(instance.stride / 2 - 1);
-  JAXCONV_RETURN_IF_ERROR(Finish(problem, gpu, parts, cycles, params.get(), plan));
+  TimeTerms of_row;
+  of_row.tensor_cores =
+      static_cast<double>(products) * ProductCycles(static_cast<double>(instance.pixels()), gpu);
+  of_row.loads = kProducerCycles * static_cast<double>(instance.stride) / 2;
+  of_row.stores = kStoreCycles * static_cast<double>(instance.pixels()) / kRowPixels;
+  JAXCONV_RETURN_IF_ERROR(Finish(problem, gpu, parts, of_row, params.get(), plan));
   plan->kernel = &kernel;
   plan->params = std::move(params);
   return {};

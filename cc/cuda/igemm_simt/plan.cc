@@ -15,7 +15,6 @@ namespace {
 struct Instance {
   int64_t tile_m, tile_n, thread_n, warps_m, warps_n, lanes_m, lanes_n, ctas_per_sm;
   bool vec;
-  double gather_share, wgrad_share;
 
   int64_t warps() const { return warps_m * warps_n; }
   bool wide() const { return thread_n == 16; }
@@ -28,17 +27,18 @@ constexpr int64_t kMaxSlices = 1024;
 constexpr int64_t kMinBlocksPerSlice = 16;
 constexpr int64_t kMaxCtas = (int64_t{1} << 31) - 1;
 
-// Fitted on an H200 (docs/notes/igemm_simt.md). Scalar fprop with few channels gathers whole lines,
-// because a filter row's taps are contiguous.
+// From docs/notes/igemm_simt.md. Scalar fprop with few channels gathers whole lines, because a filter
+// row's taps are contiguous.
 constexpr int64_t kFewChannels = 4;
-constexpr double kFewChannelsShare = 1.7;
-// A kernel's start beyond gpu.launch_us.
-constexpr double kStartUs = 1.345685;
-// Share of the GPU's DRAM rate.
-constexpr double kDramShare = 0.963111;
+// A warp's load of 32 single elements, in cycles: of pixels that lie apart, and of neighbours. Fitted.
+constexpr double kApartLoadCycles = 25, kNeighbourLoadCycles = 13;
+constexpr int64_t kLanes = 32;
+// From L2, bytes a cycle and SM (igemm_wmma measures the same).
+constexpr double kL2BytesPerCycle = 43;
 // A CTA's first loads and its stores leave the FMA units idle for about as long as its outputs take
-// at 12 bytes a cycle (measured on CTAs of 8 k-blocks).
-constexpr double kEdgeBytesPerCycle = 12;
+// at this rate, times the share that the form reaches: 12 bytes a cycle (measured on CTAs of 8
+// k-blocks).
+constexpr double kEdgeBytesPerCycle = 17;
 
 int64_t WorkspaceBytes(const ConvProblem& problem, int64_t slices) {
   return slices > 1 ? slices * problem.w_elements() * int64_t{sizeof(float)} : 0;
@@ -86,31 +86,36 @@ double RateOfCtas(const Instance& instance, int64_t ctas) {
 
 // `ctas` CTAs of `blocks` k-blocks each. The busiest SM runs ceil(ctas / SMs) of them, as many at a
 // time as fit.
-double Microseconds(const Instance& instance, const ConvProblem& problem, const Gpu& gpu,
-                    int64_t ctas, int64_t blocks, int64_t slices) {
-  double share = problem.op == Op::kWgrad ? instance.wgrad_share : instance.gather_share;
-  if (!instance.vec && problem.op == Op::kFprop && problem.groups == 1 &&
-      problem.c <= kFewChannels) {
-    share *= kFewChannelsShare;
-  }
+TimeTerms TermsOf(const Instance& instance, const ConvProblem& problem, const Gpu& gpu,
+                  int64_t ctas, int64_t blocks, int64_t slices) {
   const auto outputs = static_cast<double>(instance.tile_m * instance.tile_n);
-  const double cta_cycles =
-      blocks * outputs * kTileK / gpu.fma_per_clock / share + outputs * 4 / kEdgeBytesPerCycle;
+  const auto loaded = static_cast<double>((instance.tile_m + instance.tile_n) * kTileK);
+  const double fma = static_cast<double>(blocks) * outputs * kTileK / gpu.fma_per_clock +
+                     outputs * 4 / kEdgeBytesPerCycle;
+  const bool neighbours =
+      problem.op == Op::kWgrad ||
+      (problem.op == Op::kFprop && problem.groups == 1 && problem.c <= kFewChannels);
+  const double load =
+      static_cast<double>(blocks) * loaded *
+      (instance.vec ? static_cast<double>(ByteWidth(problem.lhs_dtype())) / kL2BytesPerCycle
+                    : (neighbours ? kNeighbourLoadCycles : kApartLoadCycles) / kLanes);
   const int64_t per_sm = CeilDiv(ctas, gpu.sm_count);
   const int64_t rest = per_sm % instance.ctas_per_sm;
-  double cycles = (per_sm - rest) * cta_cycles;
-  if (rest > 0) cycles += rest * cta_cycles / RateOfCtas(instance, rest);
+  auto busy = static_cast<double>(per_sm - rest);
+  if (rest > 0) busy += static_cast<double>(rest) / RateOfCtas(instance, rest);
   const double bytes = problem.x_elements() * ByteWidth(problem.x_dtype) +
                        problem.w_elements() * ByteWidth(problem.w_dtype) +
                        problem.y_elements() * ByteWidth(problem.y_dtype) + EpilogueBytes(problem);
-  const double bytes_per_us = gpu.dram_bytes_per_us * kDramShare;
-  const double start = gpu.launch_us + kStartUs;
-  double microseconds = std::max(start + cycles / gpu.cycles_per_us(), bytes / bytes_per_us);
+  TimeTerms terms;
+  terms.tensor_cores = busy * fma / gpu.cycles_per_us();
+  terms.loads = busy * load / gpu.cycles_per_us();
+  terms.dram = bytes / gpu.dram_bytes_per_us;
+  terms.launch = gpu.launch_us;
   if (slices > 1) {
     // The partial sums are written once, and read once by a second kernel.
-    microseconds += start + 2.0 * WorkspaceBytes(problem, slices) / bytes_per_us;
+    terms.launch += gpu.launch_us + 2.0 * WorkspaceBytes(problem, slices) / gpu.dram_bytes_per_us;
   }
-  return microseconds;
+  return terms;
 }
 
 Status MakePlan(const KernelDesc& kernel, const ConvProblem& problem, const Gpu& gpu,
@@ -142,9 +147,12 @@ Status MakePlan(const KernelDesc& kernel, const ConvProblem& problem, const Gpu&
   if (b_step_bytes >> 32 != 0) {
     return Status::Unimplemented("more than 2^27 output channels");
   }
-  auto predict = [&](int64_t count) {
-    return Microseconds(instance, problem, gpu, tiles * count, CeilDiv(blocks, count), count);
+  auto terms = [&](int64_t count) {
+    return TermsOf(instance, problem, gpu, tiles * count, CeilDiv(blocks, count), count);
   };
+  plan->form = FormTimeOf("igemm_simt", OperationsName(problem),
+                          OperandsName(problem, /*tf32=*/false, /*three_tf32=*/false));
+  auto predict = [&](int64_t count) { return PredictedMicroseconds(terms(count), plan->form); };
   plan->slices = slices == 0 ? 1 : slices;
   plan->microseconds = predict(plan->slices);
   if (slices == 0 && wgrad) {
@@ -161,6 +169,7 @@ Status MakePlan(const KernelDesc& kernel, const ConvProblem& problem, const Gpu&
       }
     }
   }
+  plan->terms = terms(plan->slices);
   params.out_is_f32 = plan->slices > 1 || problem.output_dtype() == DType::kF32;
   params.epilogue = EpilogueParams(problem.epilogue);
   params.n_tiles = FastDivmod(n_tiles);
@@ -184,9 +193,9 @@ Status MakePlan(const KernelDesc& kernel, const ConvProblem& problem, const Gpu&
 
 std::vector<KernelDesc> Kernels() {
   std::vector<KernelDesc> all;
-#define KERNEL(ops, types, variant, header, form, arguments, shares)                      \
+#define KERNEL(ops, types, variant, header, form, arguments)                              \
   JAXCONV_ADD_KERNELS(all, ops, types, igemm_simt, variant, 80, 1000, MakePlan, Instance, \
-                      JAXCONV_UNPACK arguments, JAXCONV_UNPACK shares)
+                      JAXCONV_UNPACK arguments)
 #define FUSED(...)
 #include "cuda/igemm_simt/kernels.def"
   return all;

@@ -20,6 +20,7 @@ enum Trait : uint32_t {
   kC48 = 64,         // at most 48 channels are reduced
   kPatches = 32,     // dgrad of windows that do not overlap: columns are elements of a patch
   kThreeTf32 = 128,  // float32 operands as three TF32 products (common/split_tf32.cuh)
+  kMmaSync = 256,    // wgrad in TF32 by mma.sync
 };
 
 // One entry of kernels.def.
@@ -27,13 +28,7 @@ struct Instance {
   uint32_t traits;
   int64_t tile_m, tile_n;
   int64_t stationary_k_blocks = 0;  // of the filter, in shared memory, loaded once by each CTA
-  double throughput = 1;            // as a share of wgmma's
 
-  constexpr Instance Reaching(double share = 1) const {
-    Instance line = *this;
-    line.throughput = share;
-    return line;
-  }
   bool Is(Trait trait) const { return (traits & trait) != 0; }
   bool WeightStationary() const { return stationary_k_blocks > 0; }
 };

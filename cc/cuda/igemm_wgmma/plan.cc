@@ -101,7 +101,7 @@ constexpr Instance WgradFilterRowLine(int64_t /*stages*/) {
 }
 constexpr Instance WgradMmaSyncLine(int64_t warps_m, int64_t warps_n, int64_t rows, int64_t columns,
                                     int64_t /*stages*/) {
-  return {0, warps_m * rows, warps_n * columns};
+  return {kMmaSync, warps_m * rows, warps_n * columns};
 }
 constexpr Instance WgradThreeTf32Line(int64_t columns, int64_t /*stages*/) {
   return {kThreeTf32, 2 * kBlockRows, columns};
@@ -216,9 +216,14 @@ Status PlanIgemmWgmma(const KernelDesc& kernel, const ConvProblem& asked, const 
   }
   const int64_t most = MostSlices(instance, problem, geometry);
   const bool dynamic = Dynamic(instance, problem);
+  plan->form = FormTimeOf("igemm_wgmma", OperationsName(problem),
+                          OperandsName(problem, /*tf32=*/true, instance.Is(kThreeTf32)));
+  auto terms = [&](int64_t count) {
+    return TermsOf(instance, problem, geometry, count, PartialBytes(instance, geometry, count),
+                   gpu);
+  };
   auto microseconds = [&](int64_t count) {
-    return PredictMicroseconds(instance, problem, geometry, count,
-                               PartialBytes(instance, geometry, count), dynamic, gpu);
+    return PredictedMicroseconds(terms(count), plan->form);
   };
   if (slices == 0) {
     slices = 1;
@@ -238,6 +243,7 @@ Status PlanIgemmWgmma(const KernelDesc& kernel, const ConvProblem& asked, const 
     plan->microseconds = microseconds(slices);
   }
 
+  plan->terms = terms(slices);
   auto launch = std::make_shared<LaunchParams>(geometry.launch);
   Params& params = launch->kernel;
   const int64_t partial_bytes = PartialBytes(instance, geometry, slices);
@@ -305,9 +311,9 @@ EpilogueCost EpilogueCostOf(const KernelDesc& kernel) {
 
 std::vector<KernelDesc> Kernels() {
   std::vector<KernelDesc> all;
-#define KERNEL(ops, types, variant, header, form, arguments, ...)                              \
+#define KERNEL(ops, types, variant, header, form, arguments)                                   \
   JAXCONV_ADD_KERNELS(all, ops, types, igemm_wgmma, variant, 90, 90, PlanIgemmWgmma, Instance, \
-                      (form##Line arguments).Reaching(__VA_ARGS__))
+                      form##Line arguments)
 #define PADDED(...)
 #define FUSED(...)
 #include "cuda/igemm_wgmma/kernels.def"

@@ -1,21 +1,19 @@
-// Predicted time of a tiled GEMM on tensor cores: the slowest of four resources, times the waves.
+// The terms of the predicted time of a tiled GEMM by mma.sync (cuda/common/predicted_time.h).
 //
-// One k-block of a CTA's mainloop uses four resources, each with its own throughput:
+// One k-block of a CTA uses
 //
 //     tensor cores     tile_m * tile_n * tile_k multiply-adds
-//     shared memory    the fragments that the warps read and the chunks that the copies write
-//     L2               (tile_m + tile_n) * tile_k elements into this SM
-//     DRAM             every tensor once, for all SMs together
+//     loads            the slowest of L2, of shared memory (the fragments that the warps read and the
+//                      chunks that the copies write), and of the copies' issue
 //
-// The slowest limits the mainloop, and an instance reaches a measured share of that limit. A CTA
-// also fills its pipeline and writes its outputs. The busiest SM determines the time. The constants
-// were fitted to 1200 timings of all instances on an H200 (docs/notes/igemm_wmma.md).
+// A CTA also fills its pipeline and stores its outputs. The busiest SM determines the time.
 #ifndef JAXCONV_CUDA_IGEMM_WMMA_COST_H_
 #define JAXCONV_CUDA_IGEMM_WMMA_COST_H_
 
 #include <cstdint>
 
 #include "cuda/common/gpu.h"
+#include "cuda/common/predicted_time.h"
 
 namespace jaxconv::igemm_wmma {
 
@@ -27,18 +25,15 @@ struct TileCost {
   int64_t ctas_per_sm = 1;
   int64_t products = 1;      // tensor-core products for one product of operands
   int64_t shared_bytes = 0;  // of one CTA
-  // The share of its throughput limit that the instance reaches on a full SM: in fprop and dgrad,
-  // in wgrad.
-  double gather_share = 1, wgrad_share = 1;
 };
 
 // The model's inputs from a problem divided into such tiles.
 struct TiledWork {
-  bool wgrad = false;
   int64_t element_bytes = 2;
   int64_t ctas = 0;
-  double blocks = 0;              // k-blocks of a CTA, on average
-  double dram_bytes = 0;          // every tensor once
+  double blocks = 0;                             // k-blocks of a CTA, on average
+  int64_t a_copy_bytes = 16, b_copy_bytes = 16;  // of one copy
+  double dram_bytes = 0;                         // every tensor once
   double partial_bytes = 0;       // split-K: bytes that the slices write and the reduction reads
   bool unaligned_output = false;  // stored by pairs or single elements
 };
@@ -47,7 +42,7 @@ struct TiledWork {
 int64_t ResidentCtas(const TileCost& tile, const Gpu& gpu);
 
 // The tile must fit on the GPU.
-double PredictMicroseconds(const TileCost& tile, const TiledWork& work, const Gpu& gpu);
+TimeTerms TermsOf(const TileCost& tile, const TiledWork& work, const Gpu& gpu);
 
 }  // namespace jaxconv::igemm_wmma
 

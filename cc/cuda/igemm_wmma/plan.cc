@@ -17,7 +17,6 @@ struct Instance {
   bool three_tf32;
   int64_t tile_m, tile_n, tile_k_bytes, warps_m, warps_n, stages, ctas_per_sm;
   int64_t a_copy, b_copy;  // bytes; 0: any
-  double gather_share, wgrad_share;
 
   bool narrow() const { return a_copy != 16 || b_copy != 16; }
   TileCost cost() const {
@@ -31,8 +30,6 @@ struct Instance {
     cost.products = three_tf32 ? 3 : 1;
     // The stages, and the row, pixel and tap tables.
     cost.shared_bytes = stages * (tile_m + tile_n) * tile_k_bytes + (a_copy == 0 ? 7168 : 3072);
-    cost.gather_share = gather_share;
-    cost.wgrad_share = wgrad_share;
     return cost;
   }
 };
@@ -66,6 +63,13 @@ int32_t CopyBytes(int64_t channels, int64_t element_bytes) {
   int64_t bytes = 16;
   while (channels * element_bytes % bytes != 0) bytes /= 2;
   return static_cast<int32_t>(bytes);
+}
+
+// Bytes of a copy of an instance. Copies of any width, chosen at run time, take the time of 4 bytes
+// or less.
+int64_t BytesOfCopy(int64_t of_instance, int32_t at_run_time) {
+  constexpr int64_t kMostOfAny = 4;
+  return of_instance > 0 ? of_instance : std::min<int64_t>(kMostOfAny, at_run_time);
 }
 
 // The instance whose device code reads the problem's filter: same line and type, operation
@@ -170,20 +174,6 @@ Status CheckTaps(const Instance& instance, const ConvProblem& problem, const Imp
   return {};
 }
 
-// The cost of narrow copies beyond the model. The share of instances with any copy width holds for
-// 4 bytes; single elements pass through registers. dgrad also reads the filter along K, where few
-// channels make scattered 16-byte reads.
-double CopyFactor(const Instance& instance, const ConvProblem& problem, const Params& params) {
-  double factor = 1;
-  if (instance.a_copy == 0 && params.a_copy_bytes <= 2) {
-    factor = problem.op == Op::kWgrad ? 2.2 : 1.4;
-  }
-  if (problem.op == Op::kDgrad && instance.a_copy == 16 && problem.k_per_group() <= 16) {
-    factor *= 1.4;
-  }
-  return factor;
-}
-
 Status MakePlan(const KernelDesc& kernel, const ConvProblem& problem, const Gpu& gpu,
                 int64_t slices, Plan* plan) {
   const auto& instance = *static_cast<const Instance*>(kernel.instance);
@@ -225,12 +215,14 @@ Status MakePlan(const KernelDesc& kernel, const ConvProblem& problem, const Gpu&
       CopyBytes(krsc ? problem.c_per_group() : problem.k_per_group(), element_bytes);
 
   const TileCost tile = instance.cost();
-  const double copy_factor = CopyFactor(instance, problem, params);
-  auto predict = [&](int64_t count) {
+  plan->form = FormTimeOf("igemm_wmma", OperationsName(problem),
+                          OperandsName(problem, /*tf32=*/true, instance.three_tf32));
+  auto terms = [&](int64_t count) {
     TiledWork work;
-    work.wgrad = wgrad;
     work.element_bytes = element_bytes;
     work.ctas = tiles * count;
+    work.a_copy_bytes = BytesOfCopy(instance.a_copy, params.a_copy_bytes);
+    work.b_copy_bytes = BytesOfCopy(instance.b_copy, params.b_copy_bytes);
     work.blocks = count == 1 ? average_blocks : std::ceil(average_blocks / count);
     work.dram_bytes = static_cast<double>(problem.x_elements() * ByteWidth(problem.x_dtype) +
                                           problem.w_elements() * ByteWidth(problem.w_dtype) +
@@ -238,8 +230,9 @@ Status MakePlan(const KernelDesc& kernel, const ConvProblem& problem, const Gpu&
                                           EpilogueBytes(problem));
     work.partial_bytes = static_cast<double>(WorkspaceBytes(problem, count));
     work.unaligned_output = count == 1 && (gemm.gemm_n % 8 != 0 || gemm.out_channels % 8 != 0);
-    return PredictMicroseconds(tile, work, gpu) * copy_factor;
+    return TermsOf(tile, work, gpu);
   };
+  auto predict = [&](int64_t count) { return PredictedMicroseconds(terms(count), plan->form); };
   plan->slices = slices == 0 ? 1 : slices;
   plan->microseconds = predict(plan->slices);
   if (slices == 0) {
@@ -257,6 +250,7 @@ Status MakePlan(const KernelDesc& kernel, const ConvProblem& problem, const Gpu&
     }
   }
 
+  plan->terms = terms(plan->slices);
   plan->kernel = reader;
   plan->workspace_bytes = WorkspaceBytes(problem, plan->slices);
   const bool split = plan->slices > 1;
@@ -282,9 +276,9 @@ Status MakePlan(const KernelDesc& kernel, const ConvProblem& problem, const Gpu&
 
 std::vector<KernelDesc> Kernels() {
   std::vector<KernelDesc> all;
-#define KERNEL(ops, types, variant, header, form, arguments, shares)                      \
+#define KERNEL(ops, types, variant, header, form, arguments)                              \
   JAXCONV_ADD_KERNELS(all, ops, types, igemm_wmma, variant, 80, 1000, MakePlan, Instance, \
-                      kThreeTf32Of##form, JAXCONV_UNPACK arguments, JAXCONV_UNPACK shares)
+                      kThreeTf32Of##form, JAXCONV_UNPACK arguments)
 #define PADDED(...)
 #define FUSED(...)
 #include "cuda/igemm_wmma/kernels.def"

@@ -1,0 +1,61 @@
+// The predicted time of a plan: five terms, and one rule that combines them.
+//
+// A form computes the terms from what its plan does (FLOPs with those of padded tiles, rows loaded,
+// bytes) and from the GPU's full rates. A line of the calibration says which shares of these rates
+// the form reaches. The same terms and the same rule serve XLA's convolutions (common/xla_cost.h).
+// docs/architecture.md explains each term and how to check it with a profiler.
+#ifndef JAXCONV_CUDA_COMMON_PREDICTED_TIME_H_
+#define JAXCONV_CUDA_COMMON_PREDICTED_TIME_H_
+
+#include <string>
+#include <string_view>
+
+#include "core/conv_problem.h"
+#include "cuda/common/gpu.h"
+
+namespace jaxconv {
+
+// Microseconds at full rates. The first three are those of the SM with the most work.
+struct TimeTerms {
+  double tensor_cores = 0;  // products, and waits of the tensor cores that nothing hides
+  double loads = 0;         // from L2 into shared memory, by TMA or cp.async
+  double stores = 0;        // of results, beside the products
+  double dram = 0;          // bytes of DRAM, for all SMs together
+  double launch = 0;        // launches, the first fill and the last store: nothing overlaps them
+};
+
+// A line of the calibration.
+struct FormTime {
+  std::string_view form, operations, operands;
+  double sm_share = 1;    // of the rates of tensor cores, loads and stores
+  double dram_share = 1;  // of the DRAM rate of a copy; above 1 where loads come nearer to the peak
+  double fixed_us = 0;    // beside the launch term
+};
+
+// The bytes that written ones cost beside their number: writes beyond half the L2, which holds the
+// rest until the next kernel, take longer than reads.
+double WrittenExcess(double bytes, const Gpu& gpu);
+
+// The operands of a convolution as the calibration names them: "16-bit", "tf32", "3xtf32", "fp32".
+// `three_tf32`: the kernel multiplies float32 as three products; `tf32`: as one.
+std::string_view OperandsName(const ConvProblem& problem, bool tf32, bool three_tf32);
+// "fprop, dgrad" or "wgrad".
+std::string_view OperationsName(const ConvProblem& problem);
+
+// The line of a form, or the one that LIKE names; null if the calibration has neither.
+const FormTime* FindFormTime(std::string_view form, std::string_view operations,
+                             std::string_view operands);
+
+// The same under the form's own names; full rates if the calibration has no such form.
+FormTime FormTimeOf(std::string_view form, std::string_view operations, std::string_view operands);
+
+// Which file of cuda/calibration serves a GPU, for the user: its own, or the nearest architecture's,
+// scaled by the rates of the GPU.
+std::string CalibrationOf(const Gpu& gpu);
+
+// The rule: what overlaps nothing, the longest of the other terms, and a share of the rest.
+double PredictedMicroseconds(const TimeTerms& terms, const FormTime& form);
+
+}  // namespace jaxconv
+
+#endif  // JAXCONV_CUDA_COMMON_PREDICTED_TIME_H_

@@ -1,0 +1,246 @@
+"""Compares predictions with times of problems that no fit has seen.
+
+    python tools/unseen_problems.py --predict build/choices/choices_test new.tsv
+    python tools/unseen_problems.py --measure old.tsv new.tsv --json unseen.json --compile-jobs 30
+    python tools/unseen_problems.py --evaluate unseen.json old.tsv new.tsv
+
+The first command writes the predictions of a build, XLA's included, for 150 problems drawn with one
+seed: dense, pointwise, grouped and depthwise layers and layers of few channels, in every operand
+type and operation. The second needs a GPU: it measures XLA's convolution and every kernel that one
+of the files ranks among its first three. The third prints, for each file, the mean loss of auto
+against the best measured candidate, and the median of abs(log(predicted / measured)).
+
+No times of these problems may enter ``tests/cc/measured_times.tsv``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import json
+import pathlib
+import sys
+from collections import defaultdict
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "tests" / "support"))
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
+
+import jax
+import numpy as np
+
+from jaxconv._src.problem.spec import Op, problem_key
+from jaxconv.bench import environment, layers, measure, program, trace
+from jaxconv.bench.compiled import compile_program
+from jaxconv.bench.problem import Problem
+
+SEED = 20261124
+COUNTS = {"dense": 60, "pointwise": 30, "depthwise": 20, "grouped": 20, "few channels": 20}
+TYPES = (("bf16", "default"), ("f16", "default"), ("f32", "default"), ("f32", "highest"))
+TARGET = "h200"
+FIRST = 3  # candidates of each file
+TRACED = 3  # traces of each program
+
+# XLA gets a layer below this share of the kernel's prediction (kXlaShare in cc/cuda/select.cc), at
+# the commit of the old predictions and now.
+OLD_SHARE, NEW_SHARE = 0.97, 0.99
+
+MOST_FLOP, LEAST_FLOP, MOST_BYTES = 6e10, 1e8, 6e8
+
+# Problem key -> candidate ("xla" or an instance) -> predicted microseconds.
+Predictions = dict[str, dict[str, float]]
+
+
+def _layer(rng: np.random.Generator, kind: str) -> layers.Layer:
+    def between(low: float, high: float) -> int:
+        return int(np.exp(rng.uniform(np.log(low), np.log(high))))
+
+    n, extent = 2 ** int(rng.integers(0, 9)), between(7, 128)
+    c, k = (8 * between(2, 128) for _ in range(2))
+    window, stride, groups = int(rng.choice([3, 3, 3, 5])), int(rng.choice([1, 1, 2])), 1
+    if kind == "pointwise":
+        window = 1
+    elif kind == "depthwise":
+        window, c = int(rng.choice([3, 3, 5, 7])), 8 * between(4, 128)
+        groups, k = c, c
+    elif kind == "grouped":
+        groups, window = int(rng.choice([8, 16, 32])), 3
+        c = k = groups * int(rng.choice([4, 8, 16, 32]))
+    elif kind == "few channels":
+        extent, c, k = 8 * between(8, 32), 3, 8 * between(2, 12)
+        window, stride = ((3, 2), (7, 2), (4, 4), (3, 1))[rng.integers(4)]
+    pad = 0 if window == stride else (window - 1) // 2
+    numbers = [n, extent, extent, c, k, window, window, stride, pad, groups]
+    return layers.parse(",".join(map(str, numbers)))
+
+
+def problems() -> dict[str, tuple[str, Problem]]:
+    """Problem key -> (kind, problem), drawn with one seed."""
+    rng = np.random.default_rng(SEED)
+    found: dict[str, tuple[str, Problem]] = {}
+    for kind, count in COUNTS.items():
+        drawn = 0
+        while drawn < count:
+            layer = _layer(rng, kind)
+            dtype, precision = TYPES[rng.integers(len(TYPES))]
+            problem = Problem(kind, layer, list(Op)[rng.integers(3)], dtype, precision)
+            if min(layer.out_spatial) < 1 or problem.nbytes > MOST_BYTES:
+                continue
+            if not LEAST_FLOP <= layer.flops <= MOST_FLOP:
+                continue
+            spec, types = layer.spec(precision), (problem.operand_dtype, problem.out_dtype)
+            key = problem_key(problem.op, spec, layer.sizes, *types)
+            drawn += key not in found
+            found.setdefault(key, (kind, problem))
+    return found
+
+
+def predict(choices_test: pathlib.Path) -> Predictions:
+    """The predictions of a build for all problems."""
+    import kernel_tables
+    from selection_program import SelectionProgram
+
+    selection = SelectionProgram(choices_test)
+    found: Predictions = {}
+    for key, (_, problem) in problems().items():
+        of_key = found[key] = {}
+        for instance in kernel_tables.all_instances():
+            mine = instance.op == problem.op.value and instance.dtype == problem.dtype
+            exact = "3xtf32" not in instance.name or problem.precision != "default"
+            plain = not instance.name.endswith(("_padded", "_fused"))
+            if mine and exact and plain and not instance.family.startswith("winograd"):
+                name, _, _, ours, *_ = selection.select(key, instance.name, TARGET)
+                if name:
+                    of_key[name] = ours
+        xla = selection.select(key, "native", TARGET)[4]
+        if xla > 0:
+            of_key["xla"] = xla
+    return found
+
+
+def read(path: pathlib.Path) -> Predictions:
+    """The predictions that ``write`` has written."""
+    found: Predictions = defaultdict(dict)
+    for line in path.read_text().splitlines():
+        key, candidate, us = line.split("\t")
+        found[key][candidate] = float(us)
+    return found
+
+
+def write(path: pathlib.Path, predictions: Predictions) -> None:
+    """Writes predictions, a line each."""
+    lines = [f"{k}\t{c}\t{us:.5g}" for k, of_key in predictions.items() for c, us in of_key.items()]
+    path.write_text("\n".join(lines) + "\n")
+
+
+def candidates(key: str, files: Sequence[Predictions]) -> list[str]:
+    """XLA, and the kernels among the first three of a file."""
+    found = ["xla"]
+    for predictions in files:
+        kernels = {c: us for c, us in predictions[key].items() if c != "xla"}
+        found += sorted(kernels, key=kernels.__getitem__)[:FIRST]
+    return list(dict.fromkeys(found))
+
+
+def measure_all(files: Sequence[Predictions], jobs: int, path: pathlib.Path) -> None:
+    """Measures all candidates on a GPU and writes their device times after each problem."""
+    wanted = problems()
+    content: dict[str, Any] = {"environment": environment.describe(), "seed": SEED, "problems": {}}
+
+    def compiled(problem: Problem, candidate: str, copies: int):
+        side = "lax" if candidate == "xla" else "jaxconv"
+        algorithm = "native" if candidate == "xla" else candidate
+        asked = dataclasses.replace(problem, algorithm=algorithm)
+        library = program.libraries(asked)[side]
+        shapes = [problem.layer.shape(role) for role in problem.op.roles[:2]]
+        operands = tuple(jax.ShapeDtypeStruct(s, problem.operand_dtype) for s in shapes)
+        return library, compile_program(library, [operands] * copies)
+
+    with ThreadPoolExecutor(jobs) as pool:
+        futures = {}
+        for key, (_, problem) in wanted.items():
+            copies = measure.copies_of(problem, "cuda", True)
+            for candidate in candidates(key, files):
+                futures[key, candidate] = pool.submit(compiled, problem, candidate, copies)
+        for future in futures.values():  # nothing compiles beside a measurement
+            future.exception()
+        for key, (kind, problem) in wanted.items():
+            copies = measure.copies_of(problem, "cuda", True)
+            operands = program.operands(problem, copies)
+            times, failures = {}, {}
+            for candidate in candidates(key, files):
+                try:
+                    library, several = futures.pop((key, candidate)).result()
+                    run = program.program(library, operands, several)
+                    run(1)
+                    seconds = [
+                        trace.union_seconds(trace.device_events(functools.partial(run, 1)))
+                        for _ in range(TRACED)
+                    ]
+                    times[candidate] = 1e6 * float(np.median(seconds)) / copies
+                except Exception as error:
+                    failures[candidate] = measure.first_line(error)
+            content["problems"][key] = {"kind": kind, "us": times, "failures": failures}
+            path.write_text(json.dumps(content, indent=1))
+
+
+def evaluate(measured: dict[str, Any], predictions: Predictions, share: float) -> str:
+    """Mean loss of auto and median errors, by kind and by operands."""
+    loss: dict[str, list[float]] = defaultdict(list)
+    errors: dict[str, list[float]] = defaultdict(list)
+    below, unknown = 0, 0
+    for key, found in measured["problems"].items():
+        times, predicted = found["us"], predictions[key]
+        operands = " ".join(key.split()[1:3]).split(":")[0] + " " + key.split()[2]
+        for candidate, us in times.items():
+            if candidate in predicted:
+                side = "xla" if candidate == "xla" else "kernels"
+                errors[side].append(abs(np.log(predicted[candidate] / us)))
+        kernels = {c: us for c, us in predicted.items() if c != "xla"}
+        if not kernels:
+            continue
+        best = min(kernels, key=kernels.__getitem__)
+        left = predicted.get("xla", np.inf) < share * kernels[best]
+        chosen = "xla" if left else best
+        if chosen not in times:
+            unknown += 1
+            continue
+        allowed = {c: us for c, us in times.items() if c != "xla" or "xla" in predicted}
+        lost = times[chosen] / min(allowed.values()) - 1
+        below += "xla" in allowed and times["xla"] < 0.95 * times[chosen]
+        for group in ("all", found["kind"], operands):
+            loss[group].append(lost)
+    lines = [f"{group}: {100 * np.mean(v):.2f} % of {len(v)}" for group, v in loss.items()]
+    lines += [
+        f"median abs(log), {side}: {np.median(v):.3f} of {len(v)}" for side, v in errors.items()
+    ]
+    return "\n".join([*lines, f"below 0.95 of lax: {below}; choices not measured: {unknown}"])
+
+
+def main(argv: Sequence[str]) -> int:
+    """Does what the command line asks for; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="unseen_problems.py", description=__doc__)
+    path = pathlib.Path
+    parser.add_argument("--predict", nargs=2, type=path, metavar=("choices_test", "FILE.tsv"))
+    parser.add_argument("--measure", nargs=2, type=path, metavar=("OLD.tsv", "NEW.tsv"))
+    parser.add_argument("--json", type=path, default=path("unseen.json"))
+    parser.add_argument("--compile-jobs", type=int, default=8)
+    parser.add_argument("--evaluate", nargs=3, type=path, metavar=("JSON", "OLD.tsv", "NEW.tsv"))
+    arguments = parser.parse_args(argv)
+    if arguments.predict:
+        write(arguments.predict[1], predict(arguments.predict[0]))
+    if arguments.measure:
+        files = [read(file) for file in arguments.measure]
+        measure_all(files, arguments.compile_jobs, arguments.json)
+    if arguments.evaluate:
+        measured = json.loads(arguments.evaluate[0].read_text())
+        for file, share in zip(arguments.evaluate[1:], (OLD_SHARE, NEW_SHARE), strict=True):
+            print(f"{file}\n{evaluate(measured, read(file), share)}\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
