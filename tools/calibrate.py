@@ -4,17 +4,19 @@
     python tools/calibrate.py --program build/choices/choices_test
     python tools/calibrate.py --check          # the errors, and those of layers held out of the fit
 
-The times are those of lax's convolutions and of the kernels in ``tests/cc/measured_times.tsv``. The
-program gives the terms of each at the GPU's full rates (``TimeTerms`` in
-cc/cuda/common/predicted_time.h), so the fit and the library use the same code. The prediction of a
-row of a form is
+The times are those of lax's convolutions and of kernels in ``tests/cc/measured_times.tsv`` and in
+``tests/cc/measured_candidates.tsv``. The program gives the terms of each at the GPU's full rates
+(``TimeTerms`` in cc/cuda/common/predicted_time.h), so the fit and the library use the same code. The
+prediction of a row of a form is
 
     fixed + launch + longest + exposed * (sum - longest)
 
 of the terms tensor cores, loads and stores divided by the SM share, and DRAM divided by the DRAM
-share. Every form has its own three parameters, at most; all have the same exposed share. The fit
-minimises the robust sum of squares of log(predicted / measured), and weighs most the rows whose
-alternatives take about as long, because selection depends on these.
+share. Every form has its own three parameters, at most; all have the same exposed share. A first fit
+of each form minimises the robust sum of squares of log(predicted / measured), and weighs most the
+rows whose alternatives take about as long, because selection depends on these. A second fit of all
+forms together adds what selection loses: for each problem the expected log(chosen / best), if
+predictions are off by ``UNCERTAIN``.
 
 A plan may choose among tilings by its own predictions. The tool therefore fits, compiles and fits
 again until the file remains the same; with ``--program`` it fits once.
@@ -34,7 +36,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "tests" / "
 
 import measured_times
 import numpy as np
-from scipy.optimize import least_squares
+from scipy.optimize import least_squares, minimize
 from selection_program import SelectionProgram
 
 REPOSITORY = pathlib.Path(__file__).resolve().parents[1]
@@ -55,6 +57,11 @@ LEAST_WEIGHT = 0.05
 
 # The exposed shares that are tried.
 EXPOSED = (0.125, 0.15, 0.175, 0.2, 0.225)
+
+# The second fit. The share of XLA's time is kXlaShare of cc/cuda/select.cc.
+UNCERTAIN = 0.03
+LOST = 100.0  # what a loss of 100 % counts, beside squares in units of ROBUST
+XLA_SHARE = 0.99
 
 # Bounds of the shares and of the fixed microseconds. Launches, the first and the last tile take at
 # most some 16 us where short rows were measured (dense wgrad by XLA, 23 us). The model's DRAM rate
@@ -112,6 +119,7 @@ class Rows:
     terms: np.ndarray  # row, term: tensor cores, loads, stores, DRAM, launch
     measured: np.ndarray
     weight: np.ndarray
+    allowed: np.ndarray  # whether auto may choose it: not XLA where its error is larger
 
     def predicted(self, parameters: Sequence[float], exposed: float) -> np.ndarray:
         """Microseconds by the rule of ``PredictedMicroseconds`` in predicted_time.cc."""
@@ -123,7 +131,7 @@ class Rows:
     def chosen(self, which: np.ndarray) -> Rows:
         """Some of the rows."""
         keys = [key for key, taken in zip(self.keys, which, strict=True) if taken]
-        return Rows(keys, self.terms[which], self.measured[which], self.weight[which])
+        return Rows(keys, *(a[which] for a in (self.terms, self.measured, self.weight, self.allowed)))
 
 
 Forms = dict[Name, Rows]
@@ -142,8 +150,8 @@ def read(program: pathlib.Path) -> Forms:
     """The measured rows with their terms, by form."""
     selection = SelectionProgram(program)
     found: dict[Name, list[tuple]] = defaultdict(list)
-    for key, (lax, kernels) in measured_times.read(measured_times.TABLE).items():
-        times = {"xla": lax, **kernels}
+    for key, times in measured().items():
+        xla_allowed = selection.select(key, "native", TARGET)[4] > 0
         for kernel, us in times.items():
             of = kernel
             if kernel != "xla":
@@ -151,12 +159,26 @@ def read(program: pathlib.Path) -> Forms:
             name, terms = selection.terms(key, of, TARGET)
             others = [time for other, time in times.items() if other != kernel]
             if name[0]:
-                found[name].append((key, terms, us, weight(us, others)))
+                allowed = kernel != "xla" or xla_allowed
+                found[name].append((key, terms, us, weight(us, others), allowed))
     columns = {name: tuple(zip(*rows, strict=True)) for name, rows in found.items()}
     return {
-        name: Rows(list(keys), np.array(terms), np.array(us), np.array(weights))
-        for name, (keys, terms, us, weights) in sorted(columns.items())
+        name: Rows(list(keys), *map(np.array, arrays))
+        for name, (keys, *arrays) in sorted(columns.items())
     }
+
+
+def measured() -> dict[str, dict[str, float]]:
+    """Problem key -> "xla" or a kernel -> microseconds, of both tables."""
+    times: dict[str, dict[str, float]] = {}
+    for table in (measured_times.TABLE, measured_times.CANDIDATES):
+        for key, (lax, kernels) in measured_times.read(table).items():
+            of_key = times.setdefault(key, {})
+            if lax is not None:
+                of_key.setdefault("xla", lax)
+            for kernel, us in kernels.items():
+                of_key.setdefault(kernel, us)
+    return times
 
 
 @dataclasses.dataclass
@@ -172,10 +194,20 @@ def fits_fixed(rows: Rows) -> bool:
     return len(rows.measured) >= ROWS and rows.measured.min() < SHORT_US
 
 
+def free_of(rows: Rows) -> list[bool]:
+    """Which of the three parameters the rows of a form determine."""
+    ratio = rows.terms[:, :DRAM].max(1) / rows.terms[:, DRAM]
+    return [True, bool(ratio.max() > SPREAD * ratio.min()), fits_fixed(rows)]
+
+
+def rounded(value: float) -> float:
+    """As the file has it."""
+    return float(f"{value:.3g}")
+
+
 def fit(rows: Rows, exposed: float, fixed: float = UNFITTED_US) -> Fit:
     """The parameters of a form by least squares; ``fixed`` where the rows do not determine it."""
-    ratio = rows.terms[:, :DRAM].max(1) / rows.terms[:, DRAM]
-    free = [True, bool(ratio.max() > SPREAD * ratio.min()), fits_fixed(rows)]
+    free = free_of(rows)
     low, high = np.log(np.array([SM_SHARE, DRAM_SHARE, FIXED_US]))[free].T
     given = np.log(np.array([1.0, 1.0, fixed]))
 
@@ -195,7 +227,7 @@ def fit(rows: Rows, exposed: float, fixed: float = UNFITTED_US) -> Fit:
         for start in starts
     ]
     best = min(fits, key=lambda found: found.cost)
-    return Fit(tuple(float(f"{value:.3g}") for value in parameters(best.x)), best.cost)
+    return Fit(tuple(map(rounded, parameters(best.x))), best.cost)
 
 
 def nearest(name: Name, forms: Forms) -> Name | None:
@@ -217,11 +249,99 @@ def fit_all(forms: Forms, exposed: float) -> dict[Name, Fit]:
     return fits
 
 
-def best_fit(forms: Forms) -> tuple[float, dict[Name, Fit]]:
+def first_fit(forms: Forms) -> tuple[float, dict[Name, Fit]]:
     """The exposed share with the least cost, and the parameters of all forms."""
     fits = {exposed: fit_all(forms, exposed) for exposed in EXPOSED}
     exposed = min(EXPOSED, key=lambda each: sum(found.cost for found in fits[each].values()))
     return exposed, fits[exposed]
+
+
+class Choices:
+    """All rows of the forms together, and what selection among the rows of a problem loses."""
+
+    def __init__(self, forms: Forms, names: Sequence[Name]):
+        """``names``: the forms with parameters, in the order of the logarithms."""
+        own = [nearest(name, forms) or name for name in forms]
+        rows = list(forms.values())
+        keys = [key for each in rows for key in each.keys]
+        problems = {key: i for i, key in enumerate(dict.fromkeys(keys))}
+        self.problem = np.array([problems[key] for key in keys])
+        self.count = len(problems)
+        self.form = np.repeat([names.index(name) for name in own], [len(r.keys) for r in rows])
+        self.terms, self.measured, self.weight, self.allowed = (
+            np.concatenate([getattr(each, field) for each in rows])
+            for field in ("terms", "measured", "weight", "allowed")
+        )
+        best = np.full(self.count, np.inf)
+        np.minimum.at(best, self.problem[self.allowed], self.measured[self.allowed])
+        self.loss = np.where(self.allowed, np.log(self.measured / best[self.problem]), 0.0)
+        xla = np.repeat([name[0].startswith("xla") for name in forms], [len(r.keys) for r in rows])
+        self.advantage = np.where(xla, -np.log(XLA_SHARE), 0.0)
+
+    def cost(self, logarithms: np.ndarray) -> tuple[float, np.ndarray]:
+        """What the second fit minimises, and its gradient.
+
+        Args:
+            logarithms: of the parameters of each form, form by form, and of the exposed share.
+        """
+        parameters, exposed = np.exp(logarithms[:-1].reshape(-1, 3)), np.exp(logarithms[-1])
+        shares = np.repeat(parameters[:, :2], (DRAM, 1), axis=1)[self.form]
+        overlapped = self.terms[:, :OVERLAPPED] / shares
+        longest = overlapped.argmax(1)
+        part = np.full_like(overlapped, exposed)
+        np.put_along_axis(part, longest[:, None], 1.0, axis=1)
+        fixed = parameters[self.form, 2]
+        predicted = fixed + self.terms[:, OVERLAPPED] + (part * overlapped).sum(1)
+        error = np.log(predicted / self.measured)
+        root = np.sqrt(1 + (error / ROBUST) ** 2)
+        # The probability that a row is chosen, if errors of the logarithms have the size UNCERTAIN.
+        score = np.where(self.allowed, -(np.log(predicted) + self.advantage) / UNCERTAIN, -np.inf)
+        most = np.full(self.count, -np.inf)
+        np.maximum.at(most, self.problem, score)
+        chance = np.exp(score - most[self.problem])
+        chance /= np.bincount(self.problem, chance, self.count)[self.problem]
+        lost = np.bincount(self.problem, chance * self.loss, self.count)
+        cost = 2 * np.sum(self.weight * (root - 1)) + LOST * lost.sum()
+        # The derivatives by the logarithm of the prediction, then by the parameters.
+        slope = 2 * self.weight * error / (ROBUST**2 * root)
+        slope -= LOST / UNCERTAIN * chance * (self.loss - lost[self.problem])
+        slope /= predicted
+        by_sm = -slope * (part * overlapped)[:, :DRAM].sum(1)
+        by_dram = -slope * (part * overlapped)[:, DRAM]
+        others = overlapped.sum(1) - overlapped.max(1)
+        gradient = np.stack(
+            [np.bincount(self.form, by, len(parameters)) for by in (by_sm, by_dram, slope * fixed)], 1
+        )
+        return cost, np.append(gradient.ravel(), np.sum(slope * others * exposed))
+
+
+def best_fit(forms: Forms) -> tuple[float, dict[Name, Fit]]:
+    """The exposed share and the parameters of all forms, by both fits."""
+    exposed, fits = first_fit(forms)
+    names = list(fits)
+    choices = Choices(forms, names)
+    start = np.log(np.append(np.concatenate([fits[n].parameters for n in names]), exposed))
+    bounds = [each for n in names for each in limits(forms[n], fits[n].parameters)]
+    bounds.append(tuple(np.log([EXPOSED[0], EXPOSED[-1]])))
+    found = minimize(
+        choices.cost,
+        start,
+        jac=True,
+        bounds=bounds,
+        method="L-BFGS-B",
+        options={"maxiter": 3000, "maxfun": 10000, "ftol": 1e-10, "gtol": 1e-4},
+    )
+    *values, exposed = (rounded(value) for value in np.exp(found.x))
+    each = zip(*[iter(values)] * 3, strict=True)
+    return exposed, {n: Fit(v, fits[n].cost) for n, v in zip(names, each, strict=True)}
+
+
+def limits(rows: Rows, first: Sequence[float]) -> list[tuple[float, float]]:
+    """Bounds of the logarithms of a form's parameters; those that are not fitted stay."""
+    free = free_of(rows)
+    ends = (SM_SHARE, DRAM_SHARE, FIXED_US)
+    given = [end if may else (v, v) for may, end, v in zip(free, ends, first, strict=True)]
+    return [(float(np.log(low)), float(np.log(high))) for low, high in given]
 
 
 def line(name: Name, rows: Rows, found: Fit, exposed: float) -> str:

@@ -23,10 +23,12 @@ from jaxconv._src.problem.spec import problem_key
 from jaxconv.bench.problem import Row
 
 TABLE = pathlib.Path(__file__).parents[1] / "tests" / "cc" / "measured_times.tsv"
+# Times of more kernels, and of problems that are no layer of the bench; "-" where lax was not timed.
+CANDIDATES = TABLE.with_name("measured_candidates.tsv")
 
-# Problem key -> (microseconds of lax, microseconds of kernels). A kernel is an instance, with
-# "/" and its slices where there are several.
-Times = dict[str, tuple[float, dict[str, float]]]
+# Problem key -> (microseconds of lax, if known; microseconds of kernels). A kernel is an instance,
+# with "/" and its slices where there are several.
+Times = dict[str, tuple[float | None, dict[str, float]]]
 
 
 def instance_of(kernel: str) -> str:
@@ -53,7 +55,7 @@ def read(path: pathlib.Path) -> Times:
             continue
         key, lax, *kernels = line.split("\t")
         pairs = (kernel.split("=") for kernel in kernels)
-        found[key] = float(lax), {name: float(us) for name, us in pairs}
+        found[key] = None if lax == "-" else float(lax), {name: float(us) for name, us in pairs}
     return found
 
 
@@ -63,7 +65,8 @@ def write(path: pathlib.Path, times: Times) -> None:
     lines = [f"# {name}: {value}" for name, value in before.items()]
     for key, (lax, kernels) in times.items():
         ordered = sorted(kernels.items(), key=lambda item: item[1])
-        lines.append("\t".join([key, f"{lax:.4g}", *(f"{n}={us:.4g}" for n, us in ordered)]))
+        of_lax = "-" if lax is None else f"{lax:.4g}"
+        lines.append("\t".join([key, of_lax, *(f"{n}={us:.4g}" for n, us in ordered)]))
     path.write_text("\n".join(lines) + "\n")
 
 
