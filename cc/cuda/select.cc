@@ -32,44 +32,6 @@ Status UnknownAlgorithm(std::string_view algorithm) {
   return Status::InvalidArgument(message + "), got '" + std::string(algorithm) + "'");
 }
 
-// An activation's instructions relative to silu's, measured on an H200; 0 for a clamp.
-double ActivationFactor(Activation activation) {
-  switch (activation) {
-    case Activation::kNone:
-    case Activation::kRelu:
-    case Activation::kRelu6:
-      return 0;
-    case Activation::kLeakyRelu:
-    case Activation::kHardSwish:
-      return 0.4;
-    case Activation::kTanh:
-      return 2;
-    case Activation::kGelu:
-      return 3;
-    default:
-      return 1;
-  }
-}
-
-// The additional time of a fused split-K instance, relative to the plain instance: 3x3 on 1280
-// channels, 8 images, H200: 27.5 -> 31.0 us on 8x8, 88.0 -> 98.4 on 16x16.
-constexpr double kFusedSplitShare = 0.12;
-
-double EpilogueMicroseconds(const KernelDesc& kernel, const ConvProblem& problem, const Gpu& gpu,
-                            const Plan& plan) {
-  const Epilogue& epilogue = problem.epilogue;
-  if (epilogue.statistics) return 0;  // the plan has counted them
-  const EpilogueCost& cost = kernel.epilogue_cost;
-  const double factor = ActivationFactor(epilogue.activation);
-  double nanoseconds = factor == 0 && !epilogue.pre ? cost.clamps : cost.terms;
-  if (epilogue.residual) nanoseconds += cost.residual;
-  nanoseconds += factor * cost.activation;
-  const double of_outputs = static_cast<double>(problem.y_elements()) / gpu.sm_count * nanoseconds;
-  // A cluster's slices need no workspace.
-  const bool split = plan.slices > 1 && plan.workspace_bytes > 0;
-  return of_outputs / 1000 + (split ? kFusedSplitShare * plan.microseconds : 0);
-}
-
 // Whether the kernel runs on the GPU and accepts the problem.
 Status Try(const KernelDesc& kernel, const ConvProblem& problem, const Gpu& gpu, Plan* plan) {
   if (gpu.compute_capability() < kernel.min_cc || gpu.compute_capability() > kernel.max_cc) {
@@ -111,7 +73,6 @@ Status Select(const ConvProblem& problem, const Gpu& gpu, std::string_view algor
       selection->refusals.push_back({kernel.name, status.message()});
       continue;
     }
-    if (fused) plan.microseconds += EpilogueMicroseconds(kernel, problem, gpu, plan);
     // Strictly faster: among equal instances the first wins, on every platform's standard library.
     if (selection->instance.empty() || plan.microseconds < selection->microseconds) {
       selection->instance = kernel.name;

@@ -11,6 +11,7 @@
 #include "cuda/block_diagonal/rows_plan.h"
 #include "cuda/block_diagonal/runs_plan.h"
 #include "cuda/common/instances.h"
+#include "cuda/common/rates.h"
 
 namespace jaxconv::block_diagonal {
 
@@ -77,9 +78,6 @@ constexpr int64_t kChunks = kTileBytes / 16;  // of a pixel
 
 // Issue slots of an instruction, waits for its operands included. Fitted.
 constexpr double kIssueSlots = 1.65;
-constexpr int kSchedulers = 4;  // of an SM
-// Rate of L2 relative to DRAM: 5.5 and 4.3 TB/s on an H200.
-constexpr double kL2Rate = 1.28;
 // Instructions of a warp, counted in the SASS for sm_90: one 16-byte chunk of a box or tile for
 // each lane; the positions and barriers of an item; a store of gather.cuh; the work of wgrad for 16
 // positions before their products.
@@ -190,7 +188,7 @@ TimeTerms TermsOfTile(const Instance& instance, const Params& params, int64_t ct
   const double alone = ctas_of_sm == 1 ? kAlone : 1;
   const double cycles = gpu.sm_count * gpu.cycles_per_us();
   TimeTerms terms;
-  terms.tensor_cores = (alone * work.products * kWarps * (16 * 8 * 16) / gpu.mma_sync_per_clock +
+  terms.tensor_cores = (alone * work.products * kWarps * kProductsOfMma / gpu.mma_sync_per_clock +
                         kItemCycles / static_cast<double>(ctas_of_sm)) /
                        cycles;
   const double issue = work.instructions * kIssueSlots * kWarps / kSchedulers;

@@ -7,6 +7,7 @@
 
 #include "cuda/block_diagonal/instance.h"
 #include "cuda/block_diagonal/params.h"
+#include "cuda/common/rates.h"
 
 namespace jaxconv::block_diagonal {
 namespace {
@@ -14,9 +15,6 @@ namespace {
 constexpr int64_t kTaps = 3;      // of rows and of columns
 constexpr int64_t kMaxBox = 256;  // pixels of a box along an axis
 
-constexpr int kSchedulers = 4;  // of an SM
-// Rate of L2 relative to DRAM.
-constexpr double kL2Rate = 1.28;
 // Instructions of a warp for an item other than products and their operands, and for a row of
 // results.
 constexpr double kItemInstructions = 120, kRowInstructions = 10;
@@ -80,7 +78,7 @@ TimeTerms TermsOfTile(const Instance& instance, const Params& params, int64_t ct
       kWarps / kSchedulers;
   const double pixels = params.box_pixels + params.tile_pixels;
   const double shared = pixels + kWarps * 4 * (operands + stores);
-  const double multiply = products * kWarps * (16 * 8 * 16) / gpu.mma_sync_per_clock;
+  const double multiply = products * kWarps * kProductsOfMma / gpu.mma_sync_per_clock;
   const double waits =
       (instance.wgrad() ? kWgradItemCycles : kItemCycles) / static_cast<double>(ctas_of_sm);
   const double cycles = gpu.sm_count * gpu.cycles_per_us();

@@ -2,6 +2,8 @@
 
 #include <utility>
 
+#include "cuda/common/epilogue_cost.h"
+
 namespace jaxconv {
 namespace {
 
@@ -10,6 +12,13 @@ bool Patches(const ConvProblem& problem, int axis) {
   return problem.stride[axis] == problem.filter[axis] && problem.dilation[axis] == 1 &&
          problem.lhs_dilation[axis] == 1 && problem.pad_lo[axis] == 0 &&
          problem.pad_hi[axis] == 0 && problem.in[axis] == problem.out[axis] * problem.filter[axis];
+}
+
+Status PlanOf(const KernelDesc& kernel, const ConvProblem& problem, const Gpu& gpu, int64_t slices,
+              Plan* plan) {
+  JAXCONV_RETURN_IF_ERROR(kernel.plan(kernel, problem, gpu, slices, plan));
+  if (kernel.fused) AddEpilogue(kernel, problem, gpu, plan);
+  return {};
 }
 
 }  // namespace
@@ -59,13 +68,13 @@ Status MakePlan(const KernelDesc& kernel, const ConvProblem& problem, const Gpu&
     Plan of_form;
     // If only this problem remains, or all others are refused, the refusal names the caller's
     // problem.
-    if (i == 0 && of_best.kernel == nullptr) return kernel.plan(kernel, problem, gpu, slices, plan);
-    if (!kernel.plan(kernel, forms[i], gpu, 0, &of_form).ok()) continue;
+    if (i == 0 && of_best.kernel == nullptr) return PlanOf(kernel, problem, gpu, slices, plan);
+    if (!PlanOf(kernel, forms[i], gpu, 0, &of_form).ok()) continue;
     if (of_best.kernel != nullptr && of_form.microseconds > of_best.microseconds) continue;
     of_best = std::move(of_form);
     best = i;
   }
-  if (slices > 0) return kernel.plan(kernel, forms[best], gpu, slices, plan);
+  if (slices > 0) return PlanOf(kernel, forms[best], gpu, slices, plan);
   *plan = std::move(of_best);
   return {};
 }

@@ -12,33 +12,25 @@ struct Product {
   const char* in_name;  // part of the driver's name
   int cc_major, cc_minor, sm_count;
   int64_t smem_kib, l2_mib;
-  double clock_ghz, dram_tb_s, launch_us, mma_sync, wgmma;
+  double clock_ghz, dram_tb_s, fma, mma_sync, wgmma;
   bool measured;
 };
 
-// The first line of each capability is its usual part. The data sheets state peak DRAM rates; a
-// large copy reaches 0.9 of an H200's 4.8 TB/s and of an H100's 3.35, and the model assumes 0.9 for
-// all. mma.sync on Hopper issues m16n8k16 every 1.5 clocks, two thirds of wgmma's throughput. The
-// launch time was measured on an H200 and is assumed for all.
+// A large copy reaches this share of the peak DRAM rate: measured on an H200 and an H100, assumed for
+// all.
 constexpr double kCopyShare = 0.9;
+// Microseconds; measured on an H200, assumed for all.
 constexpr double kLaunchUs = 1.7;
 constexpr Product kProducts[] = {
-    {"a100", "A100", 8, 0, 108, 163, 40, 1.41, 2.039, kLaunchUs, 1024, 0, false},
-    {"sm_86", "RTX 3090", 8, 6, 82, 99, 6, 1.70, 0.936, kLaunchUs, 512, 0, false},
-    {"sm_87", "Orin", 8, 7, 16, 163, 4, 1.30, 0.205, kLaunchUs, 1024, 0, false},
-    {"l40s", "L40S", 8, 9, 142, 99, 96, 2.52, 0.864, kLaunchUs, 512, 0, false},
-    {"rtx4090", "RTX 4090", 8, 9, 128, 99, 72, 2.52, 1.008, kLaunchUs, 512, 0, false},
-    {"h100", "H100", 9, 0, 132, 227, 50, 1.98, 3.35, kLaunchUs, 1365, 2048, false},
-    {"h200", "H200", 9, 0, 132, 227, 60, 1.97, 4.8, kLaunchUs, 1365, 2048, true},
-    {"b200", "B200", 10, 0, 148, 227, 126, 1.97, 8.0, kLaunchUs, 1024, 0, false},
-    {"sm_120", "RTX 5090", 12, 0, 170, 99, 96, 2.41, 1.792, kLaunchUs, 512, 0, false},
+#define GPU(...) {__VA_ARGS__},
+#include "cuda/calibration/gpus.def"
 };
 
 void SetRates(const Product& product, Gpu* gpu) {
   gpu->clock_ghz = product.clock_ghz;
   gpu->dram_bytes_per_us = product.dram_tb_s * 1e6 * kCopyShare;
-  gpu->launch_us = product.launch_us;
-  gpu->fma_per_clock = product.cc_major == 8 && product.cc_minor == 0 ? 64 : 128;
+  gpu->launch_us = kLaunchUs;
+  gpu->fma_per_clock = product.fma;
   gpu->mma_sync_per_clock = product.mma_sync;
   gpu->wgmma_per_clock = product.wgmma;
   gpu->measured = product.measured;

@@ -67,14 +67,16 @@ using PlanFunction = Status (*)(const KernelDesc& kernel, const ConvProblem& pro
 // CheckOperands has accepted the buffers.
 using LaunchFunction = Status (*)(const Plan& plan, const Operands& operands, void* stream);
 
-// The time that an epilogue adds to a plain kernel and to the traffic of its operands: SM
-// nanoseconds for each output, measured on an H200 (docs/notes/igemm_wgmma.md).
+// What an epilogue adds to a plain kernel beside the traffic of its operands: SM cycles for each
+// output (docs/notes/igemm_wgmma.md).
 struct EpilogueCost {
-  double terms = 0.1;  // scale and bias, and a second result
+  double terms = 0.2;  // scale and bias, and a second result
   // The same without a second result and with a clamp as activation (none, relu, relu6).
-  double clamps = 0.1;
-  double residual = 0.03;    // in addition to the terms
-  double activation = 0.15;  // silu; others in proportion (cuda/select.cc)
+  double clamps = 0.2;
+  double residual = 0.06;   // in addition to the terms
+  double activation = 0.3;  // silu; others in proportion (epilogue_cost.cc)
+  // Whether the tensor cores wait meanwhile; other forms overlap it as they do their stores.
+  bool waits = false;
 };
 
 struct KernelDesc {

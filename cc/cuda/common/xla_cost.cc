@@ -5,6 +5,7 @@
 
 #include "core/epilogue.h"
 #include "cuda/common/epilogue_params.h"
+#include "cuda/common/rates.h"
 
 namespace jaxconv {
 namespace {
@@ -193,7 +194,6 @@ constexpr double kWrittenExcess = 0.35;
 // Tensors whose pixels are no whole cache lines take longer, by this share, in 16-bit fprop and dgrad
 // of pointwise layers and in depthwise wgrad. Without it the rms error of the logarithm in the former
 // is 0.073 instead of 0.058.
-constexpr int64_t kLineBytes = 128;
 constexpr double kPartialLineExcess = 0.15;
 
 bool PartialLines(const ConvProblem& problem, const XlaTerms& terms) {
@@ -295,6 +295,7 @@ bool XlaTermsOf(const ConvProblem& problem, const Gpu& gpu, XlaTerms* terms) {
   terms->form = ClassOf(problem, terms->operands);
   if (terms->form.empty()) return false;
   terms->operations = OperationsOf(problem, terms->form);
+  terms->time.launch = EpilogueMicroseconds(problem, gpu);
   AddTerms(problem, gpu, terms);
   if (terms->form == kDense && terms->operands == kFp32) {
     XlaTerms fft = *terms;
@@ -309,7 +310,7 @@ double PredictXlaMicroseconds(const ConvProblem& problem, const Gpu& gpu) {
   if (!XlaTermsOf(problem, gpu, &terms)) return 0;
   const FormTime* form = FindFormTime(terms.form, terms.operations, terms.operands);
   if (form == nullptr) return 0;
-  return PredictedMicroseconds(terms.time, *form) + EpilogueMicroseconds(problem, gpu);
+  return PredictedMicroseconds(terms.time, *form);
 }
 
 }  // namespace jaxconv

@@ -4,6 +4,7 @@
 #include <cmath>
 #include <memory>
 
+#include "cuda/common/rates.h"
 #include "cuda/depthwise/hankel_tile.h"
 #include "cuda/depthwise/operands.h"
 #include "cuda/depthwise/params.h"
@@ -21,10 +22,6 @@ constexpr double kOnChipShare = 0.6;
 constexpr double kMeasured = 1.55;
 // Sixteen warps hide each other's latencies, fewer leave the SM idle.
 constexpr double kHidingWarps = 16;
-// Bytes that L2 serves in the time of a byte of DRAM: 5.5 and 4.3 TB/s on an H200.
-constexpr double kL2Rate = 1.28;
-// A pixel's 16 bytes cost a sector of 32.
-constexpr double kSectorBytes = 32;
 // From the first load of a tile to the first product: DRAM's latency and two barriers.
 constexpr double kCyclesOfItem = 2500;
 constexpr double kInstructionsOfPair = 62;  // of a thread, to load and store two pixels: SASS
@@ -129,7 +126,7 @@ double Cycles(const HankelInstance& instance, const Shape& shape, const HaloPara
   const auto strips = static_cast<double>(CeilDiv(params.axis[2].out, kHankelColumns));
   const auto column_parts = static_cast<double>(ColumnParts(instance, params));
   const double on_chip =
-      std::max(work.products * (16 * 8 * 16) / gpu.mma_sync_per_clock, work.words);
+      std::max(work.products * kProductsOfMma / gpu.mma_sync_per_clock, work.words);
   const double busy =
       std::max(1.0, std::pow(kHidingWarps / static_cast<double>(ctas * kWarps), 0.4));
   const double multiply = on_chip * strips * kHankelChannels / kOnChipShare * busy;

@@ -5,6 +5,7 @@
 #include <memory>
 #include <string>
 
+#include "cuda/common/rates.h"
 #include "cuda/depthwise/operands.h"
 #include "cuda/depthwise/params.h"
 
@@ -22,7 +23,6 @@ constexpr int64_t kMostParts = 16;  // of an image's rows
 // (docs/notes/depthwise.md).
 constexpr double kProductCycles = 7.2, kRowCycles = 11, kCtaCycles = 225;
 constexpr double kStartCycles = 4190, kRowLatency = 363, kLastTurn = 0.5;
-constexpr int kSchedulers = 4;  // of an SM
 
 Status Check(const KernelDesc& kernel, const PairsInstance& instance, const ConvProblem& problem) {
   JAXCONV_RETURN_IF_ERROR(CheckOperands(kernel, problem));

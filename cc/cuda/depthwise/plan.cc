@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "cuda/common/instances.h"
+#include "cuda/common/rates.h"
 #include "cuda/depthwise/hankel_plan.h"
 #include "cuda/depthwise/operands.h"
 #include "cuda/depthwise/pairs_plan.h"
@@ -42,7 +43,6 @@ struct TmaInstance : Instance {
 // family on an H200 (docs/notes/depthwise.md).
 constexpr double kItemSlots = 190, kCopySlots = 42, kStoreSlots = 20;
 constexpr double kTmaStoreSlots = 5, kTmaSpreadStoreSlots = 11;
-constexpr int kSchedulers = 4;  // of an SM
 
 // The cost of tiles that hold a part of a pixel's channels: memory moves 64 bytes at a time and
 // caches lines of 128, which such tiles share. Shares of the store time and of the load time,
@@ -321,12 +321,12 @@ std::vector<KernelDesc> Kernels() {
     const bool direct = kernel.plan == MakePlan;
     const auto* instance = direct ? static_cast<const Instance*>(kernel.instance) : nullptr;
     // For 3x3, and for larger filters.
-    kernel.epilogue_cost.terms = direct && instance->filter_rows == 3 ? 0.1 : 0.2;
-    kernel.epilogue_cost.activation = 0.1;
+    kernel.epilogue_cost.terms = direct && instance->filter_rows == 3 ? 0.2 : 0.4;
+    kernel.epilogue_cost.activation = 0.2;
     // StoreInside is compiled where registers allow it in addition to the other stores.
     const bool inside = kernel.plan == PlanPairs ||
                         (direct && (instance->tma || instance->vec == 1) && !instance->any());
-    kernel.epilogue_cost.clamps = inside ? 0.03 : 0.2;
+    kernel.epilogue_cost.clamps = inside ? 0.06 : 0.4;
   }
   return all;
 }

@@ -5,6 +5,7 @@
 #include <memory>
 #include <string>
 
+#include "cuda/common/rates.h"
 #include "cuda/depthwise/operands.h"
 #include "cuda/depthwise/params.h"
 #include "cuda/depthwise/toeplitz_tile.h"
@@ -19,12 +20,10 @@ constexpr double kOnChipShare = 0.75;
 // number of warps: 65 M instructions took 129 us (7x7, 64x56x56x96); with seven warps 70 M took 181
 // us (31x31, 16x56x56x128).
 constexpr double kIssueShare = 0.48, kIssueExponent = 0.3;
-constexpr double kInstructionsOfCycle = 4;
 // Instructions counted in SASS: to copy 32 lanes' chunks of a box; for a warp, per row of a box and
 // per four matrices of it; per item, and per pixel position that a lane stores.
 constexpr double kFillInstructions = 25, kRowInstructions = 12, kTransposeInstructions = 12;
 constexpr double kItemInstructions = 500, kStoreInstructions = 20;
-constexpr double kSharedBytesOfCycle = 128;
 constexpr double kCyclesOfPiece = 1500;
 constexpr int64_t kMostPieces = 4;
 // Measured time on an H200 over this model's, median of 53 layers: bands of up to 17 columns (0.6
@@ -97,16 +96,16 @@ double CyclesOfItem(const ToeplitzInstance& instance, const Params& params, int6
   const int64_t resident = warps * ctas;
   const int matrices = ToeplitzMatrices(instance.blocks, instance.products);
   const int products = instance.products * ToeplitzInstructions(instance.blocks);
-  const double issue = kInstructionsOfCycle * kIssueShare *
+  const double issue = kSchedulers * kIssueShare *
                        std::min(1.0, std::pow(static_cast<double>(resident) / 16, kIssueExponent));
-  const double bytes_of_cycle = kSharedBytesOfCycle * kOnChipShare;
+  const double bytes_of_cycle = kSharedBytesPerCycle * kOnChipShare;
 
   const double row_steps = static_cast<double>(warps) * 8 * params.axis[1].taps;
   // An SM has four schedulers; those with the most warps finish last.
   const double uneven =
       static_cast<double>(CeilDiv(resident, 4) * 4) / static_cast<double>(resident);
   const double tensor =
-      row_steps * products * uneven * 16 * 8 * 16 / (gpu.mma_sync_per_clock * kOnChipShare);
+      row_steps * products * uneven * kProductsOfMma / (gpu.mma_sync_per_clock * kOnChipShare);
   const double loads = row_steps * (matrices + instance.blocks) / kOnChipShare;
   // Products, words of the band and their copies, loads of pixels, addresses.
   const double multiply =

@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <cmath>
 
+#include "cuda/common/rates.h"
+
 namespace jaxconv::few_channels {
 namespace {
 
@@ -15,7 +17,7 @@ constexpr double kChunkCycles = 0.48, kWordCycles = 0.84, kShiftedCycles = 0.16;
 constexpr double kStoreRows = 128, kStoreCycles = 375, kNarrowStoreCycles = 2200;
 constexpr double kFragmentCycles = 4.6;
 // dgrad: a line of 128 bytes of dy from L2, and a term of the sums of z for each output.
-constexpr double kLineBytes = 128, kLineCycles = 1.07, kSumCycles = 0.46;
+constexpr double kLineCycles = 1.07, kSumCycles = 0.46;
 // Of a CTA before its first tile (fprop: the table; dgrad and wgrad: the filter and the places), and
 // the latency of a tile that only other CTAs hide: its copies, and in fprop each k-block's loads.
 constexpr double kTableCycles = 300, kFilterCycles = 6000;

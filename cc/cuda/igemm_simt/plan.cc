@@ -6,6 +6,7 @@
 #include <string>
 
 #include "cuda/common/instances.h"
+#include "cuda/common/rates.h"
 #include "cuda/igemm_simt/params.h"
 
 namespace jaxconv::igemm_simt {
@@ -32,9 +33,7 @@ constexpr int64_t kMaxCtas = (int64_t{1} << 31) - 1;
 constexpr int64_t kFewChannels = 4;
 // A warp's load of 32 single elements, in cycles: of pixels that lie apart, and of neighbours. Fitted.
 constexpr double kApartLoadCycles = 25, kNeighbourLoadCycles = 13;
-constexpr int64_t kLanes = 32;
 // From L2, bytes a cycle and SM (igemm_wmma measures the same).
-constexpr double kL2BytesPerCycle = 43;
 // A CTA's first loads and its stores leave the FMA units idle for about as long as its outputs take
 // at this rate, times the share that the form reaches: 12 bytes a cycle (measured on CTAs of 8
 // k-blocks).
@@ -97,7 +96,7 @@ TimeTerms TermsOf(const Instance& instance, const ConvProblem& problem, const Gp
       (problem.op == Op::kFprop && problem.groups == 1 && problem.c <= kFewChannels);
   const double load =
       static_cast<double>(blocks) * loaded *
-      (instance.vec ? static_cast<double>(ByteWidth(problem.lhs_dtype())) / kL2BytesPerCycle
+      (instance.vec ? static_cast<double>(ByteWidth(problem.lhs_dtype())) / kTileL2BytesPerCycle
                     : (neighbours ? kNeighbourLoadCycles : kApartLoadCycles) / kLanes);
   const int64_t per_sm = CeilDiv(ctas, gpu.sm_count);
   const int64_t rest = per_sm % instance.ctas_per_sm;

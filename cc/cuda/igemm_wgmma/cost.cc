@@ -4,6 +4,7 @@
 #include <cmath>
 
 #include "cuda/common/epilogue_params.h"
+#include "cuda/common/rates.h"
 
 namespace jaxconv::igemm_wgmma {
 namespace {
@@ -11,7 +12,6 @@ namespace {
 // Cycles are those of an SM. Sources: docs/notes/igemm_wgmma.md, or the times of
 // tests/cc/measured_times.tsv ("fitted").
 
-constexpr int64_t kLineBytes = 128, kSectorBytes = 32;
 // TMA, for a row of a box (128 bytes of shared memory), by the alignment of the rows' pitch in
 // global memory: lines, sectors, less. Measured.
 constexpr double kRowCycles = 2.2, kSectorRowCycles = 3.2, kUnalignedRowCycles = 3.7;

@@ -30,14 +30,14 @@ constexpr int64_t kDynamicTileBytes = 32 * 1024;
 // Consumer warpgroups of a pingpong CTA.
 constexpr int64_t kConsumers = 2;
 
-// SM time of the statistics in ns for each output element, without the merging kernel. Pixels as
+// SM cycles of the statistics for each output element, without the merging kernel. Pixels as
 // rows: reductions of at least kLongSum, which hide the store, and shorter ones; weight-stationary,
 // with more than 128 input channels and with at most 128 (C128), where memory time hides more.
 // Swap-AB: pointwise, stored by TMA, and the others.
 constexpr int64_t kLongSum = 1024;
-constexpr double kLongSumStatistics = 0.018, kShortSumStatistics = 0.065;
-constexpr double kStationaryStatistics = 0.035, kStationaryStatisticsC128 = 0.015;
-constexpr double kPointwiseSwapAbStatistics = 0.006, kSwapAbStatistics = 0.016;
+constexpr double kLongSumStatistics = 0.035, kShortSumStatistics = 0.13;
+constexpr double kStationaryStatistics = 0.07, kStationaryStatisticsC128 = 0.03;
+constexpr double kPointwiseSwapAbStatistics = 0.012, kSwapAbStatistics = 0.03;
 
 // The line of each form of kernels.def, from its arguments. Those of the pipeline (stages, staging,
 // filter slots) matter to the device kernel alone.
@@ -115,7 +115,7 @@ bool HasStatistics(const KernelDesc& kernel) {
   return instance.Is(kPingpong) && (instance.Is(kSwapAb) || !instance.Is(kFilterRow));
 }
 
-double StatisticsNanoseconds(const Instance& instance, const ConvProblem& problem) {
+double StatisticsCycles(const Instance& instance, const ConvProblem& problem) {
   if (instance.Is(kSwapAb)) {
     return instance.Is(kPointwise) ? kPointwiseSwapAbStatistics : kSwapAbStatistics;
   }
@@ -277,9 +277,10 @@ Status PlanIgemmWgmma(const KernelDesc& kernel, const ConvProblem& asked, const 
         params.epilogue.joined_slots + params.m_tiles.divisor - params.epilogue.joined_tiles,
         problem.k};
     launch->rows = problem.n * problem.out_pixels();
-    plan->microseconds += launch->moments.Microseconds(gpu);
-    plan->microseconds += static_cast<double>(problem.y_elements()) / gpu.sm_count *
-                          StatisticsNanoseconds(instance, problem) / 1000;
+    plan->terms.launch += launch->moments.Microseconds(gpu);
+    plan->terms.stores += static_cast<double>(problem.y_elements()) / gpu.sm_count *
+                          StatisticsCycles(instance, problem) / gpu.cycles_per_us();
+    plan->microseconds = PredictedMicroseconds(plan->terms, plan->form);
   }
   launch->reduced_slices = grid_slices;
   plan->kernel = KernelOf(kernel, problem);
@@ -300,10 +301,11 @@ EpilogueCost EpilogueCostOf(const KernelDesc& kernel) {
   EpilogueCost cost;
   if (kernel.dtype == DType::kF32) return cost;
   const bool slots = instance.Is(kPointwise) && !instance.Is(kSwapAb);
-  cost.clamps = slots && instance.WeightStationary() ? 0.01 : 0.03;
-  cost.terms = 0.05;
-  cost.activation = instance.Is(kSwapAb) ? 0.07 : instance.tile_m == 192 ? 0.2 : 0.1;
-  cost.residual = slots ? 0.005 : instance.Is(kSwapAb) || instance.tile_m == 192 ? 0.14 : 0.07;
+  cost.waits = !instance.Is(kPingpong);
+  cost.clamps = slots && instance.WeightStationary() ? 0.02 : 0.06;
+  cost.terms = 0.1;
+  cost.activation = instance.Is(kSwapAb) ? 0.14 : instance.tile_m == 192 ? 0.4 : 0.2;
+  cost.residual = slots ? 0.01 : instance.Is(kSwapAb) || instance.tile_m == 192 ? 0.28 : 0.14;
   return cost;
 }
 

@@ -3,18 +3,16 @@
 #include <algorithm>
 #include <cmath>
 
+#include "cuda/common/rates.h"
+
 namespace jaxconv::igemm_wmma {
 namespace {
 
 // Per clock and SM (docs/notes/igemm_wmma.md). Measured: 127.7 bytes for shared memory alone, 43 to
 // 55 for tiles that many SMs read from L2 at about the same time.
-constexpr double kSharedBytesPerCycle = 128, kL2BytesPerCycle = 43;
 // A warp's copy of one chunk a lane: addresses, masks and cp.async. Instances that copy 4 and 8 bytes
 // at a time reach 0.27 and 0.5 of the tensor cores' rate.
 constexpr double kCopyCycles = 8;
-constexpr int64_t kLanes = 32;
-// Partial results mostly stay in L2 between the two kernels. Bytes a cycle and SM. Fitted.
-constexpr double kPartialBytesPerCycle = 20;
 // Cycles to fill the pipeline: to decode the tile's rows, and one DRAM latency. Resident CTAs hide
 // each other's. Fitted.
 constexpr double kPrologueCycles = 4000;
@@ -44,7 +42,7 @@ TimeTerms TermsOf(const TileCost& tile, const TiledWork& work, const Gpu& gpu) {
                         (static_cast<double>(tile.tile_m) / work.a_copy_bytes +
                          static_cast<double>(tile.tile_n) / work.b_copy_bytes);
   const double load = std::max(
-      {(fill + fragments) / kSharedBytesPerCycle, fill / kL2BytesPerCycle, copies * kCopyCycles});
+      {(fill + fragments) / kSharedBytesPerCycle, fill / kTileL2BytesPerCycle, copies * kCopyCycles});
   const double store = static_cast<double>(tile.tile_m * tile.tile_n) * 4 /
                        (work.unaligned_output ? kUnalignedStoreBytesPerCycle : kStoreBytesPerCycle);
   // The busiest SM. Its last CTAs are too few to hide all loads and barriers: their throughput is

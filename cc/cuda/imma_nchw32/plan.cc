@@ -6,6 +6,7 @@
 #include <string>
 
 #include "cuda/common/instances.h"
+#include "cuda/common/rates.h"
 #include "cuda/imma_nchw32/params.h"
 
 namespace jaxconv::imma_nchw32 {
@@ -148,7 +149,6 @@ void DescribeReduction(const ConvProblem& problem, bool few, int64_t tile_k, Par
 double Microseconds(const Instance& instance, const ConvProblem& problem, const Gpu& gpu,
                     int64_t ctas, int64_t k_blocks) {
   constexpr double kDramShare = 0.85;
-  constexpr double kSharedBytesPerCycle = 128;
   // SM cycles for an output, and for each byte of it that is written or read.
   constexpr double kOutputCycles = 0.0106;
   constexpr double kOutputByteCycles = 0.183;

@@ -6,6 +6,7 @@
 
 #include "cuda/common/im2col_box.h"
 #include "cuda/common/instances.h"
+#include "cuda/common/rates.h"
 #include "cuda/imma_wgmma/params.h"
 
 namespace jaxconv::imma_wgmma {
@@ -177,7 +178,6 @@ Status MakeUnits(const Instance& instance, const ConvProblem& problem, Params* p
 // time.
 constexpr double kInt8Rate = 2;        // multiply-adds for one of 16-bit operands
 constexpr double kWgmmaShare = 0.798;  // of the rate
-constexpr double kSharedBytesPerCycle = 128;
 // TMA cycles for a row of a box of activations, by its bytes; for a row of the filter.
 constexpr double kRow128Cycles = 2.53, kRow64Cycles = 2.65, kRow32Cycles = 0.8;
 // For each run of neighbouring pixels in a box of 32-byte rows; row and run both count for pixels

@@ -4,14 +4,13 @@
 #include <limits>
 #include <string>
 
+#include "cuda/common/rates.h"
 #include "cuda/winograd/four_stage_plan.h"
 #include "cuda/winograd/pkf_params.h"
 
 namespace jaxconv::winograd {
 namespace {
 
-// Bytes of U that L2 serves in the time of a byte of DRAM: 5.5 and 4.3 TB/s on an H200.
-constexpr double kL2Rate = 1.28;
 // Shared memory that CUDA reserves for each CTA.
 constexpr int64_t kReservedBytesOfCta = 1024;
 // Cycles in which an SM issues the input transform of 64 channels of a tile (input_transform.cuh:

@@ -1,0 +1,16 @@
+// The time that an epilogue adds to a plain kernel, beside the traffic of its operands.
+#ifndef JAXCONV_CUDA_COMMON_EPILOGUE_COST_H_
+#define JAXCONV_CUDA_COMMON_EPILOGUE_COST_H_
+
+#include "core/conv_problem.h"
+#include "cuda/common/gpu.h"
+#include "cuda/common/kernel.h"
+
+namespace jaxconv {
+
+// Adds the epilogue of a fused instance to the terms of its plan, and predicts its time anew.
+void AddEpilogue(const KernelDesc& kernel, const ConvProblem& problem, const Gpu& gpu, Plan* plan);
+
+}  // namespace jaxconv
+
+#endif  // JAXCONV_CUDA_COMMON_EPILOGUE_COST_H_

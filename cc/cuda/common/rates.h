@@ -1,0 +1,27 @@
+// Rates of an SM that several families count with: architecture facts, and rates measured once.
+#ifndef JAXCONV_CUDA_COMMON_RATES_H_
+#define JAXCONV_CUDA_COMMON_RATES_H_
+
+#include <cstdint>
+
+namespace jaxconv {
+
+constexpr int64_t kLanes = 32;           // threads of a warp
+constexpr int64_t kSchedulers = 4;       // of an SM; each issues one instruction of a warp a cycle
+constexpr int64_t kProductsOfMma = 2048;  // multiply-adds of mma.sync m16n8k16
+constexpr int64_t kFloatBytes = 4;
+constexpr int64_t kLineBytes = 128, kSectorBytes = 32;  // of L2, and of a transfer to it
+
+// Shared memory, bytes a cycle; a kernel that does nothing else reaches 127.7 (notes/igemm_wmma.md).
+constexpr int64_t kSharedBytesPerCycle = 128;
+// L2 for rows of tiles that many SMs read at about the same time, bytes a cycle and SM: measured 43
+// to 55 (notes/igemm_wmma.md).
+constexpr double kTileL2BytesPerCycle = 43;
+// L2 for other reads, relative to DRAM: 5.5 and 4.3 TB/s on an H200.
+constexpr double kL2Rate = 1.28;
+// Partial sums of split-K, which mostly stay in L2, written and read, bytes a cycle and SM. Fitted.
+constexpr double kPartialBytesPerCycle = 20;
+
+}  // namespace jaxconv
+
+#endif  // JAXCONV_CUDA_COMMON_RATES_H_
