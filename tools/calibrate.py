@@ -131,7 +131,9 @@ class Rows:
     def chosen(self, which: np.ndarray) -> Rows:
         """Some of the rows."""
         keys = [key for key, taken in zip(self.keys, which, strict=True) if taken]
-        return Rows(keys, *(a[which] for a in (self.terms, self.measured, self.weight, self.allowed)))
+        return Rows(
+            keys, *(a[which] for a in (self.terms, self.measured, self.weight, self.allowed))
+        )
 
 
 Forms = dict[Name, Rows]
@@ -310,7 +312,8 @@ class Choices:
         by_dram = -slope * (part * overlapped)[:, DRAM]
         others = overlapped.sum(1) - overlapped.max(1)
         gradient = np.stack(
-            [np.bincount(self.form, by, len(parameters)) for by in (by_sm, by_dram, slope * fixed)], 1
+            [np.bincount(self.form, by, len(parameters)) for by in (by_sm, by_dram, slope * fixed)],
+            1,
         )
         return cost, np.append(gradient.ravel(), np.sum(slope * others * exposed))
 

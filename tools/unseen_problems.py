@@ -1,14 +1,15 @@
 """Compares predictions with times of problems that no fit has seen.
 
     python tools/unseen_problems.py --predict build/choices/choices_test new.tsv
-    python tools/unseen_problems.py --measure old.tsv new.tsv --json unseen.json --compile-jobs 30
-    python tools/unseen_problems.py --evaluate unseen.json old.tsv new.tsv
+    python tools/unseen_problems.py --measure old.tsv new.tsv --part 0 2 --json unseen_0.json
+    python tools/unseen_problems.py --evaluate unseen_?.json --predictions old.tsv new.tsv
 
 The first command writes the predictions of a build, XLA's included, for 150 problems drawn with one
 seed: dense, pointwise, grouped and depthwise layers and layers of few channels, in every operand
 type and operation. The second needs a GPU: it measures XLA's convolution and every kernel that one
-of the files ranks among its first three. The third prints, for each file, the mean loss of auto
-against the best measured candidate, and the median of abs(log(predicted / measured)).
+of the files ranks among its first three; ``--part`` divides them among GPUs. The third prints, for
+each file, the mean loss of auto against the best measured candidate, and for each family the median
+of abs(log(predicted / measured)).
 
 No times of these problems may enter ``tests/cc/measured_times.tsv``.
 """
@@ -20,6 +21,7 @@ import dataclasses
 import functools
 import json
 import pathlib
+import re
 import sys
 from collections import defaultdict
 from collections.abc import Sequence
@@ -49,6 +51,8 @@ TRACED = 3  # traces of each program
 OLD_SHARE, NEW_SHARE = 0.97, 0.99
 
 MOST_FLOP, LEAST_FLOP, MOST_BYTES = 6e10, 1e8, 6e8
+
+FAMILY = re.compile(r"^[a-z]+_(\w+?)_(?:bf16|f16|f32)_")  # of an instance
 
 # Problem key -> candidate ("xla" or an instance) -> predicted microseconds.
 Predictions = dict[str, dict[str, float]]
@@ -145,9 +149,14 @@ def candidates(key: str, files: Sequence[Predictions]) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def measure_all(files: Sequence[Predictions], jobs: int, path: pathlib.Path) -> None:
-    """Measures all candidates on a GPU and writes their device times after each problem."""
-    wanted = problems()
+def measure_all(
+    files: Sequence[Predictions], jobs: int, part: tuple[int, int], path: pathlib.Path
+) -> None:
+    """Measures all candidates on a GPU and writes their device times after each problem.
+
+    ``part``: (i, n) takes every n-th problem from the i-th on.
+    """
+    wanted = dict(list(problems().items())[part[0] :: part[1]])
     content: dict[str, Any] = {"environment": environment.describe(), "seed": SEED, "problems": {}}
 
     def compiled(problem: Problem, candidate: str, copies: int):
@@ -197,8 +206,10 @@ def evaluate(measured: dict[str, Any], predictions: Predictions, share: float) -
         operands = " ".join(key.split()[1:3]).split(":")[0] + " " + key.split()[2]
         for candidate, us in times.items():
             if candidate in predicted:
-                side = "xla" if candidate == "xla" else "kernels"
-                errors[side].append(abs(np.log(predicted[candidate] / us)))
+                error = abs(np.log(predicted[candidate] / us))
+                errors["xla" if candidate == "xla" else "all kernels"].append(error)
+                if candidate != "xla":
+                    errors[FAMILY.search(candidate)[1]].append(error)
         kernels = {c: us for c, us in predicted.items() if c != "xla"}
         if not kernels:
             continue
@@ -228,16 +239,20 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--measure", nargs=2, type=path, metavar=("OLD.tsv", "NEW.tsv"))
     parser.add_argument("--json", type=path, default=path("unseen.json"))
     parser.add_argument("--compile-jobs", type=int, default=8)
-    parser.add_argument("--evaluate", nargs=3, type=path, metavar=("JSON", "OLD.tsv", "NEW.tsv"))
+    parser.add_argument("--part", nargs=2, type=int, default=(0, 1), metavar=("I", "N"))
+    parser.add_argument("--evaluate", nargs="+", type=path, metavar="JSON")
+    parser.add_argument("--predictions", nargs=2, type=path, metavar=("OLD.tsv", "NEW.tsv"))
     arguments = parser.parse_args(argv)
     if arguments.predict:
         write(arguments.predict[1], predict(arguments.predict[0]))
     if arguments.measure:
         files = [read(file) for file in arguments.measure]
-        measure_all(files, arguments.compile_jobs, arguments.json)
+        measure_all(files, arguments.compile_jobs, arguments.part, arguments.json)
     if arguments.evaluate:
-        measured = json.loads(arguments.evaluate[0].read_text())
-        for file, share in zip(arguments.evaluate[1:], (OLD_SHARE, NEW_SHARE), strict=True):
+        measured: dict[str, Any] = {"problems": {}}
+        for file in arguments.evaluate:
+            measured["problems"] |= json.loads(file.read_text())["problems"]
+        for file, share in zip(arguments.predictions, (OLD_SHARE, NEW_SHARE), strict=True):
             print(f"{file}\n{evaluate(measured, read(file), share)}\n")
     return 0
 
