@@ -6,16 +6,16 @@
 
 The times are those of lax's convolutions and of kernels in ``tests/cc/measured_times.tsv`` and in
 ``tests/cc/measured_candidates.tsv``. The program gives the terms of each at the GPU's full rates
-(``TimeTerms`` in cc/cuda/common/predicted_time.h), so the fit and the library use the same code. The
-prediction of a row of a form is
+(``TimeTerms`` in cc/cuda/common/predicted_time.h), so the fit and the library use the same code.
+The prediction of a row of a form is
 
     fixed + launch + longest + exposed * (sum - longest)
 
 of the terms tensor cores, loads and stores divided by the SM share, and DRAM divided by the DRAM
-share. Every form has its own three parameters, at most; all have the same exposed share. A first fit
-of each form minimises the robust sum of squares of log(predicted / measured), and weighs most the
-rows whose alternatives take about as long, because selection depends on these. A second fit of all
-forms together adds what selection loses: for each problem the expected log(chosen / best), if
+share. Every form has its own three parameters, at most; all have the same exposed share. A first
+fit of each form minimises the robust sum of squares of log(predicted / measured), and weighs most
+the rows whose alternatives take about as long, because selection depends on these. A second fit of
+all forms together adds what selection loses: for each problem the expected log(chosen / best), if
 predictions are off by ``UNCERTAIN``.
 
 A plan may choose among tilings by its own predictions. The tool therefore fits, compiles and fits
@@ -41,6 +41,7 @@ from selection_program import SelectionProgram
 
 REPOSITORY = pathlib.Path(__file__).resolve().parents[1]
 
+WINOGRAD = REPOSITORY / "tests" / "cc" / "winograd_measured.tsv"
 CALIBRATION = REPOSITORY / "cc" / "cuda" / "calibration" / "h200.def"
 TARGET = "h200"
 
@@ -116,10 +117,12 @@ class Rows:
     """The measured rows of a form: terms and times in microseconds."""
 
     keys: list[str]
+    problem: np.ndarray  # a number: selection chooses among the rows of a problem
     terms: np.ndarray  # row, term: tensor cores, loads, stores, DRAM, launch
     measured: np.ndarray
     weight: np.ndarray
-    allowed: np.ndarray  # whether auto may choose it: not XLA where its error is larger
+    # Whether auto may choose it: not XLA where its error is larger.
+    allowed: np.ndarray | None = None
 
     def predicted(self, parameters: Sequence[float], exposed: float) -> np.ndarray:
         """Microseconds by the rule of ``PredictedMicroseconds`` in predicted_time.cc."""
@@ -152,7 +155,8 @@ def read(program: pathlib.Path) -> Forms:
     """The measured rows with their terms, by form."""
     selection = SelectionProgram(program)
     found: dict[Name, list[tuple]] = defaultdict(list)
-    for key, times in measured().items():
+    everything = [*measured().items(), *measured_winograd().items()]
+    for problem, (key, times) in enumerate(everything):
         xla_allowed = selection.select(key, "native", TARGET)[4] > 0
         for kernel, us in times.items():
             of = kernel
@@ -162,7 +166,8 @@ def read(program: pathlib.Path) -> Forms:
             others = [time for other, time in times.items() if other != kernel]
             if name[0]:
                 allowed = kernel != "xla" or xla_allowed
-                found[name].append((key, terms, us, weight(us, others), allowed))
+                row = key, problem, terms, us, weight(us, others), allowed
+                found[name].append(row)
     columns = {name: tuple(zip(*rows, strict=True)) for name, rows in found.items()}
     return {
         name: Rows(list(keys), *map(np.array, arrays))
@@ -183,6 +188,15 @@ def measured() -> dict[str, dict[str, float]]:
     return times
 
 
+def measured_winograd() -> dict[str, dict[str, float]]:
+    """The same of Winograd's kernels, which auto does not choose."""
+    times: dict[str, dict[str, float]] = defaultdict(dict)
+    for line in WINOGRAD.read_text().splitlines():
+        key, kernel, us = line.split("\t")
+        times[key][kernel] = float(us)
+    return times
+
+
 @dataclasses.dataclass
 class Fit:
     """Parameters of a form: SM share, DRAM share, fixed microseconds."""
@@ -198,8 +212,9 @@ def fits_fixed(rows: Rows) -> bool:
 
 def free_of(rows: Rows) -> list[bool]:
     """Which of the three parameters the rows of a form determine."""
-    ratio = rows.terms[:, :DRAM].max(1) / rows.terms[:, DRAM]
-    return [True, bool(ratio.max() > SPREAD * ratio.min()), fits_fixed(rows)]
+    sm, dram = rows.terms[:, :DRAM].max(1), rows.terms[:, DRAM]
+    varies = bool(dram.all()) and (sm / dram).max() > SPREAD * (sm / dram).min()
+    return [True, bool(varies), fits_fixed(rows)]
 
 
 def rounded(value: float) -> float:
@@ -265,15 +280,12 @@ class Choices:
         """``names``: the forms with parameters, in the order of the logarithms."""
         own = [nearest(name, forms) or name for name in forms]
         rows = list(forms.values())
-        keys = [key for each in rows for key in each.keys]
-        problems = {key: i for i, key in enumerate(dict.fromkeys(keys))}
-        self.problem = np.array([problems[key] for key in keys])
-        self.count = len(problems)
         self.form = np.repeat([names.index(name) for name in own], [len(r.keys) for r in rows])
-        self.terms, self.measured, self.weight, self.allowed = (
+        self.problem, self.terms, self.measured, self.weight, self.allowed = (
             np.concatenate([getattr(each, field) for each in rows])
-            for field in ("terms", "measured", "weight", "allowed")
+            for field in ("problem", "terms", "measured", "weight", "allowed")
         )
+        self.count = int(self.problem.max()) + 1
         best = np.full(self.count, np.inf)
         np.minimum.at(best, self.problem[self.allowed], self.measured[self.allowed])
         self.loss = np.where(self.allowed, np.log(self.measured / best[self.problem]), 0.0)

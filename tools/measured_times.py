@@ -23,7 +23,7 @@ from jaxconv._src.problem.spec import problem_key
 from jaxconv.bench.problem import Row
 
 TABLE = pathlib.Path(__file__).parents[1] / "tests" / "cc" / "measured_times.tsv"
-# Times of more kernels, and of problems that are no layer of the bench; "-" where lax was not timed.
+# Times of more kernels, and of problems that are no layer of the bench; "-": lax was not timed.
 CANDIDATES = TABLE.with_name("measured_candidates.tsv")
 
 # Problem key -> (microseconds of lax, if known; microseconds of kernels). A kernel is an instance,

@@ -19,6 +19,9 @@ constexpr int64_t kSharedBytesPerCycle = 128;
 constexpr double kTileL2BytesPerCycle = 43;
 // L2 for other reads, relative to DRAM: 5.5 and 4.3 TB/s on an H200.
 constexpr double kL2Rate = 1.28;
+// Elementwise kernels and transforms around a convolution, relative to a large copy's DRAM rate: 0.75
+// to 0.9 for Winograd's (notes/winograd.md), 0.92 for XLA's.
+constexpr double kPassShare = 0.83;
 // Partial sums of split-K, which mostly stay in L2, written and read, bytes a cycle and SM. Fitted.
 constexpr double kPartialBytesPerCycle = 20;
 

@@ -27,11 +27,6 @@ constexpr std::string_view k16Bit = "16-bit", kTf32 = "tf32", kFp32 = "fp32";
 
 // --- kernels around the convolution --------------------------------------------------------------
 
-// The share of the DRAM rate that an elementwise XLA kernel reaches. A copy on an H200 reaches 3.99
-// TB/s, 0.83 of the peak and 0.92 of the model's rate; the prediction keeps the smaller one, in
-// favour of kernels that need no such pass.
-constexpr double kPassShare = 0.83;
-
 double PassMicroseconds(double bytes, const Gpu& gpu) {
   return bytes / (kPassShare * gpu.dram_bytes_per_us);
 }

@@ -3,16 +3,13 @@
 #include <algorithm>
 #include <cmath>
 
+#include "cuda/common/rates.h"
 #include "cuda/winograd/row_filter.h"
 
 namespace jaxconv::winograd {
 namespace {
 
-// Shares of the DRAM rate of a large copy, on an H200: the amax pass, the transforms of filter,
-// input and output, and batched GEMMs bound by memory.
-constexpr double kAmaxShare = 0.8, kFilterShare = 0.9, kInputShare = 0.75, kOutputShare = 0.88,
-                 kGemmShare = 0.92;
-// The share of F(6x6)'s output transform from float16 products: 64 loads of 4 bytes a thread, and
+// The DRAM share of F(6x6)'s output transform from float16 products: 64 loads of 4 bytes a thread, and
 // few threads.
 constexpr double kHalfOutputShare6 = 0.66;
 
@@ -62,8 +59,8 @@ void PlaceWorkspace(bool has_v, bool has_m, LaunchParams* launch) {
   place(has_m, launch->chunk_tiles * ProductBytes(*launch), &workspace.m);
 }
 
-double MemoryMicroseconds(const Gpu& gpu, double bytes, double share) {
-  return gpu.launch_us + bytes / (gpu.dram_bytes_per_us * share);
+double MemoryMicroseconds(const Gpu& gpu, double bytes) {
+  return gpu.launch_us + bytes / (gpu.dram_bytes_per_us * kPassShare);
 }
 
 double FilterMicroseconds(const LaunchParams& launch, const Gpu& gpu) {
@@ -71,15 +68,14 @@ double FilterMicroseconds(const LaunchParams& launch, const Gpu& gpu) {
   double microseconds = 0;
   if (launch.measured()) {
     // The kernels that clear the maxima and repair are small and overlap their neighbours.
-    microseconds = gpu.launch_us * (launch.assumes() ? 1 : 0.5);
+    microseconds = gpu.launch_us * (launch.assumes() ? 1.0 : 1.0 / 2);
   } else if (launch.scaled()) {
     const double bytes = Activations(launch, /*in=*/true) + (launch.prepared ? 0 : filter_bytes);
-    microseconds = MemoryMicroseconds(gpu, bytes, kAmaxShare);
+    microseconds = MemoryMicroseconds(gpu, bytes);
   }
   if (launch.prepared) return microseconds;
-  return microseconds + MemoryMicroseconds(gpu,
-                                           filter_bytes + static_cast<double>(FilterBytes(launch)),
-                                           kFilterShare);
+  return microseconds +
+         MemoryMicroseconds(gpu, filter_bytes + static_cast<double>(FilterBytes(launch)));
 }
 
 double TransformMicroseconds(const LaunchParams& launch, const Gpu& gpu, double rate) {
@@ -88,17 +84,21 @@ double TransformMicroseconds(const LaunchParams& launch, const Gpu& gpu, double 
       Activations(launch, /*in=*/true) + tiles * static_cast<double>(InputBytes(launch)) / rate;
   const double out =
       Activations(launch, /*in=*/false) + tiles * static_cast<double>(ProductBytes(launch)) / rate;
-  const double share = launch.half_products && launch.m == 6 ? kHalfOutputShare6 : kOutputShare;
-  return launches * gpu.launch_us + (in / kInputShare + out / share) / gpu.dram_bytes_per_us;
+  const double share = launch.half_products && launch.m == 6 ? kHalfOutputShare6 : kPassShare;
+  return launches * gpu.launch_us + (in / kPassShare + out / share) / gpu.dram_bytes_per_us;
 }
 
-double GemmMicroseconds(const LaunchParams& launch, const Gpu& gpu, double cycles, double rate) {
+TimeTerms TermsWithGemms(const LaunchParams& launch, const Gpu& gpu, double cycles, double rate) {
   const double bytes = double{1} * launch.chunk_tiles *
                            static_cast<double>(InputBytes(launch) + ProductBytes(launch)) +
                        static_cast<double>(FilterBytes(launch));
-  const double memory = bytes / rate / (gpu.dram_bytes_per_us * kGemmShare);
-  return static_cast<double>(Chunks(launch)) *
-         (gpu.launch_us + std::hypot(cycles / gpu.cycles_per_us(), memory));
+  const auto chunks = static_cast<double>(Chunks(launch));
+  TimeTerms terms;
+  terms.tensor_cores = chunks * cycles / gpu.cycles_per_us();
+  terms.dram = chunks * bytes / rate / gpu.dram_bytes_per_us;
+  terms.launch = chunks * gpu.launch_us + FilterMicroseconds(launch, gpu) +
+                 TransformMicroseconds(launch, gpu, rate);
+  return terms;
 }
 
 }  // namespace jaxconv::winograd

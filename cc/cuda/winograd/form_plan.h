@@ -13,6 +13,7 @@
 #include "core/conv_problem.h"
 #include "core/status.h"
 #include "cuda/common/gpu.h"
+#include "cuda/common/predicted_time.h"
 #include "cuda/winograd/params.h"
 
 namespace jaxconv::winograd {
@@ -20,7 +21,7 @@ namespace jaxconv::winograd {
 struct Instance;
 
 using FormPlan = Status (*)(const Instance& instance, const Gpu& gpu, LaunchParams* launch,
-                            double* microseconds);
+                            TimeTerms* terms);
 
 // What the plans know of a line of kernels.def.
 struct Instance {
@@ -44,9 +45,9 @@ int64_t FilterBytes(const LaunchParams& launch);  // of U
 // launch->chunk_tiles tiles (if the form stores them). Each part is aligned to 256 bytes.
 void PlaceWorkspace(bool has_v, bool has_m, LaunchParams* launch);
 
-// Microseconds of a kernel that moves `bytes` through DRAM at `share` of a large copy's rate,
+// Microseconds of a kernel around the products that moves `bytes` through DRAM,
 // launch included.
-double MemoryMicroseconds(const Gpu& gpu, double bytes, double share = 0.8);
+double MemoryMicroseconds(const Gpu& gpu, double bytes);
 
 // The same for the kernels before the products: the amax pass and the filter's transform.
 double FilterMicroseconds(const LaunchParams& launch, const Gpu& gpu);
@@ -54,9 +55,9 @@ double FilterMicroseconds(const LaunchParams& launch, const Gpu& gpu);
 // `rate`: bytes of V and M that move in the time of a DRAM byte.
 double TransformMicroseconds(const LaunchParams& launch, const Gpu& gpu, double rate);
 
-// Microseconds of the products of all tiles, by batched GEMMs of chunk_tiles tiles of the given
-// cycles each. They partly hide the memory traffic of U, V and M: sqrt(compute^2 + memory^2) fits.
-double GemmMicroseconds(const LaunchParams& launch, const Gpu& gpu, double cycles, double rate);
+// The terms of all kernels, with the products by batched GEMMs of chunk_tiles tiles of the given
+// cycles each, which read U and V and write M.
+TimeTerms TermsWithGemms(const LaunchParams& launch, const Gpu& gpu, double cycles, double rate);
 
 }  // namespace jaxconv::winograd
 

@@ -8,43 +8,28 @@
 namespace jaxconv::winograd {
 namespace {
 
-// A batched GEMM: peak multiply-adds of an SM in a cycle, the share that the mainloop reaches
-// (relative to the boost clock, which the power limit prevents), and a tile's cycles outside the
-// mainloop. Fitted on an H200. A 64x64 tile reads twice the bytes from L2 per product that a
-// 128x128 tile reads.
-struct GemmRate {
-  double multiply_adds, share, tile_cycles;
-};
-
-GemmRate RateOf(const Instance& instance, const Gpu& gpu) {
-  if (instance.tile_m == 64) return {gpu.mma_sync_per_clock, 0.385, 580};
-  return {gpu.mma_sync_per_clock, 0.61, 270};
-}
-
-// The share of the persistent GEMM, predicted from the direct kernel with the same mainloop.
-constexpr double kPingpongShare = 0.68;
+// Tiles of a batched GEMM on mma.sync: the tensor-core time of a 64x64 tile beyond its products,
+// because it reads twice the bytes from L2 for a product that a 128x128 tile reads; and a tile's
+// cycles outside the mainloop. Fitted.
+constexpr int64_t kSmallTile = 64;
+constexpr double kSmallTileExcess = 1.6, kTileCycles = 240;
 
 // Cycles of a CTA's tile.
-double TileCycles(const Instance& instance, const LaunchParams& launch, const GemmRate& rate) {
+double TileCycles(const Instance& instance, const LaunchParams& launch, double multiply_adds) {
   constexpr int64_t kBlock = 64;  // of the reduction
   return instance.tile_m * instance.tile_n *
-             static_cast<double>(CeilDiv(launch.geometry.red, kBlock) * kBlock) /
-             (rate.multiply_adds * rate.share) +
-         rate.tile_cycles;
+         static_cast<double>(CeilDiv(launch.geometry.red, kBlock) * kBlock) / multiply_adds;
 }
 
-double Microseconds(const Gpu& gpu, const LaunchParams& launch, double waves, double tile_cycles) {
-  const double rate = StoredRate(gpu, launch);
-  return FilterMicroseconds(launch, gpu) + TransformMicroseconds(launch, gpu, rate) +
-         GemmMicroseconds(launch, gpu, waves * tile_cycles, rate);
-}
-
-double Microseconds(const Instance& instance, const Gpu& gpu, const LaunchParams& launch) {
+TimeTerms TermsOf(const Instance& instance, const Gpu& gpu, const LaunchParams& launch) {
   const Geometry& g = launch.geometry;
   const int64_t ctas = CeilDiv(launch.chunk_tiles, instance.tile_m) *
                        CeilDiv(g.cols, instance.tile_n) * g.groups * launch.points();
-  return Microseconds(gpu, launch, static_cast<double>(CeilDiv(ctas, gpu.sm_count)),
-                      TileCycles(instance, launch, RateOf(instance, gpu)));
+  const double cycles = TileCycles(instance, launch, gpu.mma_sync_per_clock) *
+                            (instance.tile_m == kSmallTile ? kSmallTileExcess : 1) +
+                        kTileCycles;
+  return TermsWithGemms(launch, gpu, static_cast<double>(CeilDiv(ctas, gpu.sm_count)) * cycles,
+                        StoredRate(gpu, launch));
 }
 
 }  // namespace
@@ -76,15 +61,15 @@ Status PlaceChunks(int64_t tile_m, int64_t bytes, LaunchParams* launch) {
 }
 
 Status PlanFourStage(const Instance& instance, const Gpu& gpu, LaunchParams* launch,
-                     double* microseconds) {
+                     TimeTerms* terms) {
   launch->chunk_tiles = launch->geometry.tiles;
   PlaceWorkspace(/*has_v=*/true, /*has_m=*/true, launch);
-  *microseconds = Microseconds(instance, gpu, *launch);
+  *terms = TermsOf(instance, gpu, *launch);
   return {};
 }
 
 Status PlanPingpong(const Instance& instance, const Gpu& gpu, LaunchParams* launch,
-                    double* microseconds) {
+                    TimeTerms* terms) {
   const Geometry& g = launch->geometry;
   if (g.cols % 16 != 0) {
     return Status::Unimplemented("expected output channels of a group in multiples of 16, got " +
@@ -97,22 +82,23 @@ Status PlanPingpong(const Instance& instance, const Gpu& gpu, LaunchParams* laun
   const int64_t clusters = std::max(1, gpu.sm_count / kPingpongGemmCtas);
   const int64_t rounds =
       CeilDiv(tiles.m_tiles * tiles.n_tiles * g.groups * launch->points(), clusters);
-  *microseconds =
-      Microseconds(gpu, *launch, static_cast<double>(rounds),
-                   TileCycles(instance, *launch, {gpu.wgmma_per_clock, kPingpongShare, 0}));
+  *terms = TermsWithGemms(
+      *launch, gpu,
+      static_cast<double>(rounds) * TileCycles(instance, *launch, gpu.wgmma_per_clock),
+      StoredRate(gpu, *launch));
   return {};
 }
 
 Status PlanPingpongHalf(const Instance& instance, const Gpu& gpu, LaunchParams* launch,
-                        double* microseconds) {
+                        TimeTerms* terms) {
   launch->half_products = true;
-  return PlanPingpong(instance, gpu, launch, microseconds);
+  return PlanPingpong(instance, gpu, launch, terms);
 }
 
 Status PlanChunked(const Instance& instance, const Gpu& gpu, LaunchParams* launch,
-                   double* microseconds) {
+                   TimeTerms* terms) {
   JAXCONV_RETURN_IF_ERROR(PlaceChunks(instance.tile_m, kChunkBytes, launch));
-  *microseconds = Microseconds(instance, gpu, *launch);
+  *terms = TermsOf(instance, gpu, *launch);
   return {};
 }
 

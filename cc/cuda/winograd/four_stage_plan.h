@@ -8,16 +8,16 @@ namespace jaxconv::winograd {
 
 // All tiles at once; V and M lie in DRAM.
 Status PlanFourStage(const Instance& instance, const Gpu& gpu, LaunchParams* launch,
-                     double* microseconds);
+                     TimeTerms* terms);
 // The same with the persistent GEMM of batched_gemm_pingpong_sm90.cuh.
 Status PlanPingpong(const Instance& instance, const Gpu& gpu, LaunchParams* launch,
-                    double* microseconds);
+                    TimeTerms* terms);
 // The same with M in float16.
 Status PlanPingpongHalf(const Instance& instance, const Gpu& gpu, LaunchParams* launch,
-                        double* microseconds);
+                        TimeTerms* terms);
 // In chunks of tiles whose V and M stay in L2 between the stages.
 Status PlanChunked(const Instance& instance, const Gpu& gpu, LaunchParams* launch,
-                   double* microseconds);
+                   TimeTerms* terms);
 
 // Sets the tiles of a chunk whose V and M fit in `bytes`: all, or a multiple of tile_m. Refuses if
 // tile_m tiles do not fit.

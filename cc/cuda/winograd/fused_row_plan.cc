@@ -17,10 +17,6 @@ struct RowCycles {
   double step, scaled, tile;
 };
 constexpr RowCycles kRowCycles[2] = {{353, 75, 2000}, {613, 69, 3400}};
-// Microseconds to fill the first stages and to store the last tile.
-constexpr double kEndsUs = 4.6;
-// The share of the boost clock that the power limit leaves to wgmma mainloops.
-constexpr double kClockShare = 0.75;
 
 Status CheckFields(const LaunchParams& launch, const RowParams& params, const int32_t* upper) {
   const Im2colLimits& limits = kIm2colLimits[2];
@@ -71,7 +67,7 @@ RowParams MakeRowParams(const LaunchParams& launch, int32_t* upper) {
 }
 
 Status PlanFusedRow(const Instance& instance, const Gpu& gpu, LaunchParams* launch,
-                    double* microseconds) {
+                    TimeTerms* terms) {
   const Geometry& g = launch->geometry;
   if (g.groups > 1 && g.red % kRowLoadChannels != 0) {
     return Status::Unimplemented(
@@ -92,8 +88,8 @@ Status PlanFusedRow(const Instance& instance, const Gpu& gpu, LaunchParams* laun
   const RowCycles& of = kRowCycles[instance.m == 2 ? 0 : 1];
   const double step = of.step + (launch->scaled() ? of.scaled : 0);
   const double cycles = waves * (2 * kTaps * params.reduction_blocks * step + of.tile);
-  *microseconds = FilterMicroseconds(*launch, gpu) + gpu.launch_us + kEndsUs +
-                  cycles / (gpu.cycles_per_us() * kClockShare);
+  terms->tensor_cores = cycles / gpu.cycles_per_us();
+  terms->launch = FilterMicroseconds(*launch, gpu) + gpu.launch_us;
   return {};
 }
 

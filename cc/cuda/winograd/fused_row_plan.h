@@ -8,7 +8,7 @@
 namespace jaxconv::winograd {
 
 Status PlanFusedRow(const Instance& instance, const Gpu& gpu, LaunchParams* launch,
-                    double* microseconds);
+                    TimeTerms* terms);
 
 // The kernel's parameters without pointers, and the upper corners (W, H) of the box of base pixels.
 RowParams MakeRowParams(const LaunchParams& launch, int32_t* upper);

@@ -36,7 +36,7 @@ Status CheckOffsets(const LaunchParams& launch) {
 }  // namespace
 
 Status PlanPkfShmem(const Instance& instance, const Gpu& gpu, LaunchParams* launch,
-                    double* microseconds) {
+                    TimeTerms* terms) {
   JAXCONV_RETURN_IF_ERROR(CheckOffsets(*launch));
   const Geometry& g = launch->geometry;
   const int64_t alpha = launch->alpha(), tb_m = instance.tile_m, tb_n = instance.tile_n;
@@ -77,10 +77,9 @@ Status PlanPkfShmem(const Instance& instance, const Gpu& gpu, LaunchParams* laun
       2 * static_cast<double>(launch->in_elements) +
       (launch->out_is_f32 ? 4.0 : 2.0) * g.images * g.out_h * g.out_w * g.out_channels() +
       static_cast<double>(FilterBytes(*launch));
-  *microseconds =
-      FilterMicroseconds(*launch, gpu) +
-      std::max(gpu.launch_us + static_cast<double>(waves) * cycles / gpu.cycles_per_us(),
-               MemoryMicroseconds(gpu, bytes));
+  terms->tensor_cores = static_cast<double>(waves) * cycles / gpu.cycles_per_us();
+  terms->dram = bytes / gpu.dram_bytes_per_us;
+  terms->launch = FilterMicroseconds(*launch, gpu) + gpu.launch_us;
   return {};
 }
 

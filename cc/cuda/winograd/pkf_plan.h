@@ -11,7 +11,7 @@ namespace jaxconv::winograd {
 // fewer blocks of tiles than resident CTAs (the seed requires N_TB >> N_SM), several CTAs divide a
 // block's output channels, and each transforms the block's input.
 Status PlanPkfShmem(const Instance& instance, const Gpu& gpu, LaunchParams* launch,
-                    double* microseconds);
+                    TimeTerms* terms);
 
 }  // namespace jaxconv::winograd
 

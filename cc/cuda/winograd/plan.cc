@@ -119,6 +119,14 @@ FilterStrides DescribeFilter(const ConvProblem& problem) {
   return filter;
 }
 
+// The form of the calibration. Products are of 16 bits for all operand types.
+std::string_view FormOf(const Instance& instance) {
+  if (instance.plan == PlanPingpong || instance.plan == PlanPingpongHalf) {
+    return "winograd pingpong";
+  }
+  return instance.plan == PlanFusedRow ? "winograd rows" : "winograd";
+}
+
 Status MakePlan(const KernelDesc& kernel, const ConvProblem& problem, const Gpu& gpu,
                 int64_t slices, Plan* plan) {
   const auto& instance = *static_cast<const Instance*>(kernel.instance);
@@ -138,7 +146,9 @@ Status MakePlan(const KernelDesc& kernel, const ConvProblem& problem, const Gpu&
   launch->filter_elements = problem.w_elements();
   plan->kernel = &kernel;
   plan->slices = 1;
-  JAXCONV_RETURN_IF_ERROR(instance.plan(instance, gpu, launch.get(), &plan->microseconds));
+  JAXCONV_RETURN_IF_ERROR(instance.plan(instance, gpu, launch.get(), &plan->terms));
+  plan->form = FormTimeOf(FormOf(instance), "fprop, dgrad", "16-bit");
+  plan->microseconds = PredictedMicroseconds(plan->terms, plan->form);
   plan->workspace_bytes = launch->workspace.bytes;
   plan->params = std::move(launch);
   return {};

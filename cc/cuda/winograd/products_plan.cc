@@ -28,17 +28,9 @@ Status CheckOffsets(const Instance& instance, const LaunchParams& launch) {
   return {};
 }
 
-// The stages before and after the products, and the products: the longer of `cycles` of an SM and
-// their memory traffic.
-double Microseconds(const Gpu& gpu, const LaunchParams& launch, double cycles) {
-  const double rate = StoredRate(gpu, launch);
-  return FilterMicroseconds(launch, gpu) + TransformMicroseconds(launch, gpu, rate) +
-         GemmMicroseconds(launch, gpu, cycles, rate);
-}
-
 // A CTA takes the longer of loading its rows of V and U from L2 and issuing its MMAs. The CTAs of
 // an SM share its throughput.
-double SyncFreeMicroseconds(const Instance& instance, const Gpu& gpu, const LaunchParams& launch) {
+TimeTerms SyncFreeTerms(const Instance& instance, const Gpu& gpu, const LaunchParams& launch) {
   constexpr int kBlock = 32;  // channels
   const Geometry& g = launch.geometry;
   const int64_t ctas =
@@ -47,40 +39,42 @@ double SyncFreeMicroseconds(const Instance& instance, const Gpu& gpu, const Laun
   const double mma = instance.tile_m * instance.tile_n * kBlock / gpu.mma_sync_per_clock;
   const double loads = (instance.tile_m + instance.tile_n) * kBlock * 2 / l2_bytes_per_cycle;
   const double blocks = static_cast<double>(launch.points() * CeilDiv(g.red, kBlock));
-  return Microseconds(
-      gpu, launch,
-      std::max(1.0, static_cast<double>(ctas) / gpu.sm_count) * blocks * std::max(mma, loads));
+  return TermsWithGemms(
+      launch, gpu,
+      std::max(1.0, static_cast<double>(ctas) / gpu.sm_count) * blocks * std::max(mma, loads),
+      StoredRate(gpu, launch));
 }
 
 }  // namespace
 
 Status PlanSyncFree(const Instance& instance, const Gpu& gpu, LaunchParams* launch,
-                    double* microseconds) {
+                    TimeTerms* terms) {
   JAXCONV_RETURN_IF_ERROR(CheckOffsets(instance, *launch));
   launch->chunk_tiles = launch->geometry.tiles;
   PlaceWorkspace(/*has_v=*/true, /*has_m=*/true, launch);
-  *microseconds = SyncFreeMicroseconds(instance, gpu, *launch);
+  *terms = SyncFreeTerms(instance, gpu, *launch);
   return {};
 }
 
 Status PlanPkfLlc(const Instance& instance, const Gpu& gpu, LaunchParams* launch,
-                  double* microseconds) {
+                  TimeTerms* terms) {
   JAXCONV_RETURN_IF_ERROR(CheckOffsets(instance, *launch));
   const auto l2_bytes = static_cast<int64_t>(kL2Share * static_cast<double>(gpu.l2_bytes));
   JAXCONV_RETURN_IF_ERROR(PlaceChunks(instance.tile_m, std::min(kChunkBytes, l2_bytes), launch));
-  *microseconds = SyncFreeMicroseconds(instance, gpu, *launch);
+  *terms = SyncFreeTerms(instance, gpu, *launch);
   return {};
 }
 
 Status PlanElementwise(const Instance& instance, const Gpu& gpu, LaunchParams* launch,
-                       double* microseconds) {
+                       TimeTerms* terms) {
   JAXCONV_RETURN_IF_ERROR(CheckOffsets(instance, *launch));
   launch->chunk_tiles = launch->geometry.tiles;
   PlaceWorkspace(/*has_v=*/true, /*has_m=*/true, launch);
   const Geometry& g = launch->geometry;
   const double products = double{1} * launch->points() * g.tiles * g.out_channels() * g.red;
-  *microseconds =
-      Microseconds(gpu, *launch, products / (gpu.fma_per_clock * gpu.sm_count * kElementwiseShare));
+  *terms = TermsWithGemms(*launch, gpu,
+                          products / (gpu.fma_per_clock * gpu.sm_count * kElementwiseShare),
+                          StoredRate(gpu, *launch));
   return {};
 }
 

@@ -9,12 +9,12 @@ namespace jaxconv::winograd {
 
 // All tiles at once.
 Status PlanSyncFree(const Instance& instance, const Gpu& gpu, LaunchParams* launch,
-                    double* microseconds);
+                    TimeTerms* terms);
 // The seed's PKF-LLC: chunks of tiles whose V and M fit in the GPU's L2, at most kChunkBytes.
 Status PlanPkfLlc(const Instance& instance, const Gpu& gpu, LaunchParams* launch,
-                  double* microseconds);
+                  TimeTerms* terms);
 Status PlanElementwise(const Instance& instance, const Gpu& gpu, LaunchParams* launch,
-                       double* microseconds);
+                       TimeTerms* terms);
 
 }  // namespace jaxconv::winograd
 
