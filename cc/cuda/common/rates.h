@@ -6,8 +6,8 @@
 
 namespace jaxconv {
 
-constexpr int64_t kLanes = 32;           // threads of a warp
-constexpr int64_t kSchedulers = 4;       // of an SM; each issues one instruction of a warp a cycle
+constexpr int64_t kLanes = 32;            // threads of a warp
+constexpr int64_t kSchedulers = 4;        // of an SM; each issues one instruction of a warp a cycle
 constexpr int64_t kProductsOfMma = 2048;  // multiply-adds of mma.sync m16n8k16
 constexpr int64_t kFloatBytes = 4;
 constexpr int64_t kLineBytes = 128, kSectorBytes = 32;  // of L2, and of a transfer to it

@@ -4,6 +4,7 @@
 #include <cmath>
 #include <memory>
 
+#include "cuda/common/predicted_time.h"
 #include "cuda/common/rates.h"
 #include "cuda/depthwise/hankel_tile.h"
 #include "cuda/depthwise/operands.h"
@@ -16,10 +17,9 @@ constexpr int64_t kWidth = 2;  // bytes of an element
 constexpr int64_t kMostTileRows = 256, kMostStrips = 64;
 constexpr int64_t kMostSlices = 1024, kMostWorkspaceBytes = 64'000'000;
 
-// The share of the throughput of mma.sync or shared memory; assumed, like kDramShare.
-constexpr double kOnChipShare = 0.6;
-// Measured time on an H200 over this model's, median of 46.
-constexpr double kMeasured = 1.55;
+// Cycles of a product, or of the wavefronts of its operands, beyond those at full throughput, beside
+// loads. Assumed.
+constexpr double kMultiplyExcess = 1.6;
 // Sixteen warps hide each other's latencies, fewer leave the SM idle.
 constexpr double kHidingWarps = 16;
 // From the first load of a tile to the first product: DRAM's latency and two barriers.
@@ -129,13 +129,13 @@ double Cycles(const HankelInstance& instance, const Shape& shape, const HaloPara
       std::max(work.products * kProductsOfMma / gpu.mma_sync_per_clock, work.words);
   const double busy =
       std::max(1.0, std::pow(kHidingWarps / static_cast<double>(ctas * kWarps), 0.4));
-  const double multiply = on_chip * strips * kHankelChannels / kOnChipShare * busy;
+  const double multiply = on_chip * strips * kHankelChannels * kMultiplyExcess * busy;
   const double pixels = work.dy_rows * static_cast<double>(shape.strips * kHankelColumns) +
                         work.x_rows * static_cast<double>(PlaneColumns(instance, shape.strips));
   const double bytes_of_cycle = gpu.dram_bytes_per_cycle() * kL2Rate / gpu.sm_count;
   const double fill =
       (std::max(pixels * kSectorBytes / bytes_of_cycle,
-                pixels / (2 * 32) * kInstructionsOfPair / 4) +
+                pixels / (2 * kLanes) * kInstructionsOfPair / kSchedulers) +
        static_cast<double>(work.tiles) * kCyclesOfItem / static_cast<double>(ctas)) *
       column_tiles;
   // With several CTAs, one loads while another multiplies.
@@ -232,10 +232,12 @@ Status PlanHankel(const KernelDesc& kernel, const ConvProblem& problem, const Gp
   launch->out_dtype = problem.output_dtype();
   const double bytes = static_cast<double>(kWidth) *
                        static_cast<double>(problem.x_elements() + problem.y_elements());
-  plan->microseconds = 2 * gpu.launch_us +
-                       std::max(bytes / (gpu.dram_bytes_per_us * kDramShare),
-                                kMeasured * Microseconds(instance, shape, params, launch->ctas,
-                                                         CeilDiv(params.items, plan->slices), gpu));
+  plan->terms.tensor_cores =
+      Microseconds(instance, shape, params, launch->ctas, CeilDiv(params.items, plan->slices), gpu);
+  plan->terms.dram = bytes / gpu.dram_bytes_per_us;
+  plan->terms.launch = 2 * gpu.launch_us;
+  plan->form = FormTimeOf("depthwise hankel", OperationsName(problem), "16-bit");
+  plan->microseconds = PredictedMicroseconds(plan->terms, plan->form);
   plan->kernel = &kernel;
   plan->params = std::move(launch);
   return {};

@@ -11,9 +11,6 @@
 
 namespace jaxconv::depthwise {
 
-// The share of the DRAM rate that predictions assume, fitted on an H200.
-inline constexpr double kDramShare = 0.89;
-
 // Refuses problems that no kernel of the family accepts.
 Status CheckOperands(const KernelDesc& kernel, const ConvProblem& problem);
 

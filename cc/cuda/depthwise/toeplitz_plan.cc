@@ -5,6 +5,7 @@
 #include <memory>
 #include <string>
 
+#include "cuda/common/predicted_time.h"
 #include "cuda/common/rates.h"
 #include "cuda/depthwise/operands.h"
 #include "cuda/depthwise/params.h"
@@ -14,22 +15,16 @@ namespace jaxconv::depthwise {
 namespace {
 
 constexpr int64_t kWidth = 2;  // bytes of an element
-// The share of the throughput of shared memory and mma.sync; assumed, like kDramShare.
-constexpr double kOnChipShare = 0.75;
-// The share of an SM's four instructions a cycle with sixteen busy warps, and its exponent in the
-// number of warps: 65 M instructions took 129 us (7x7, 64x56x56x96); with seven warps 70 M took 181
-// us (31x31, 16x56x56x128).
-constexpr double kIssueShare = 0.48, kIssueExponent = 0.3;
+// The share of an SM's four instructions a cycle with sixteen busy warps, relative to the shares that
+// shared memory and mma.sync reach, and its exponent in the number of warps: 65 M instructions took
+// 129 us (7x7, 64x56x56x96); with seven warps 70 M took 181 us (31x31, 16x56x56x128).
+constexpr double kIssueShare = 0.64, kIssueExponent = 0.3;
 // Instructions counted in SASS: to copy 32 lanes' chunks of a box; for a warp, per row of a box and
 // per four matrices of it; per item, and per pixel position that a lane stores.
 constexpr double kFillInstructions = 25, kRowInstructions = 12, kTransposeInstructions = 12;
 constexpr double kItemInstructions = 500, kStoreInstructions = 20;
 constexpr double kCyclesOfPiece = 1500;
 constexpr int64_t kMostPieces = 4;
-// Measured time on an H200 over this model's, median of 53 layers: bands of up to 17 columns (0.6
-// on 7x7 maps to 3.3 on 56x56 maps with 96 channels, for which the model predicts the least time),
-// and of 33.
-constexpr double kMeasured17 = 2.2, kMeasured33 = 1.5;
 
 Status Check(const KernelDesc& kernel, const ToeplitzInstance& instance,
              const ConvProblem& problem) {
@@ -98,15 +93,13 @@ double CyclesOfItem(const ToeplitzInstance& instance, const Params& params, int6
   const int products = instance.products * ToeplitzInstructions(instance.blocks);
   const double issue = kSchedulers * kIssueShare *
                        std::min(1.0, std::pow(static_cast<double>(resident) / 16, kIssueExponent));
-  const double bytes_of_cycle = kSharedBytesPerCycle * kOnChipShare;
 
   const double row_steps = static_cast<double>(warps) * 8 * params.axis[1].taps;
   // An SM has four schedulers; those with the most warps finish last.
   const double uneven =
       static_cast<double>(CeilDiv(resident, 4) * 4) / static_cast<double>(resident);
-  const double tensor =
-      row_steps * products * uneven * kProductsOfMma / (gpu.mma_sync_per_clock * kOnChipShare);
-  const double loads = row_steps * (matrices + instance.blocks) / kOnChipShare;
+  const double tensor = row_steps * products * uneven * kProductsOfMma / gpu.mma_sync_per_clock;
+  const double loads = row_steps * (matrices + instance.blocks);
   // Products, words of the band and their copies, loads of pixels, addresses.
   const double multiply =
       row_steps * static_cast<double>(products + 2 * instance.blocks + CeilDiv(matrices, 4) + 3) /
@@ -116,7 +109,7 @@ double CyclesOfItem(const ToeplitzInstance& instance, const Params& params, int6
   // latency.
   const auto pieces = static_cast<double>(CeilDiv(params.axis[1].box, params.stage_rows));
   const double box_bytes = pieces * params.stage_bytes;
-  const double copies = 3 * box_bytes / bytes_of_cycle;
+  const double copies = 3 * box_bytes / kSharedBytesPerCycle;
   const double other = (box_bytes / 512 * (kFillInstructions + kTransposeInstructions) +
                         params.axis[1].box * kRowInstructions +
                         static_cast<double>(warps) * 4 * instance.products * kStoreInstructions +
@@ -184,9 +177,15 @@ Status PlanToeplitz(const KernelDesc& kernel, const ConvProblem& problem, const 
   launch->out_dtype = problem.output_dtype();
   const double bytes = static_cast<double>(kWidth) *
                        static_cast<double>(problem.x_elements() + problem.y_elements());
-  const double measured = instance.blocks <= 3 ? kMeasured17 : kMeasured33;
-  plan->microseconds = gpu.launch_us + std::max(bytes / (gpu.dram_bytes_per_us * kDramShare),
-                                                measured * cycles / gpu.cycles_per_us());
+  // Bands of up to 17 columns reach a smaller share of the rates than those of 33.
+  constexpr int64_t kNarrowBlocks = 3;
+  plan->terms.tensor_cores = cycles / gpu.cycles_per_us();
+  plan->terms.dram = bytes / gpu.dram_bytes_per_us;
+  plan->terms.launch = gpu.launch_us;
+  plan->form = FormTimeOf(
+      instance.blocks <= kNarrowBlocks ? "depthwise toeplitz 17" : "depthwise toeplitz 33",
+      OperationsName(problem), "16-bit");
+  plan->microseconds = PredictedMicroseconds(plan->terms, plan->form);
   plan->kernel = &kernel;
   plan->slices = 1;
   plan->params = std::move(launch);

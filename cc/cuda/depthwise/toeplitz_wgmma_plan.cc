@@ -5,6 +5,7 @@
 #include <memory>
 #include <string>
 
+#include "cuda/common/predicted_time.h"
 #include "cuda/depthwise/operands.h"
 
 namespace jaxconv::depthwise {
@@ -16,9 +17,8 @@ constexpr int64_t kMostBlocks = 8, kMostProducts = 2;
 constexpr int64_t kIncompleteRows = kBandStep - 1;
 // Fitted to seven times on an H200, for 5 and 3 blocks (docs/notes/depthwise.md). SM cycles for one
 // m64n256k16 (128 at full throughput), for the sums of 32 rows of a channel, for the load and store
-// of a pixel, for a tile; and microseconds until the first tile arrives.
+// of a pixel, for a tile.
 constexpr double kProductCycles = 133, kSumCycles = 513, kPixelCycles = 7.6, kTileCycles = 4480;
-constexpr double kStart = 5.4;
 
 Status Check(const KernelDesc& kernel, const ToeplitzWgmmaInstance& instance,
              const ConvProblem& problem, const ToeplitzWgmmaParams& params) {
@@ -146,9 +146,11 @@ Status PlanToeplitzWgmma(const KernelDesc& kernel, const ConvProblem& problem, c
   launch->out_dtype = problem.output_dtype();
   const double bytes = static_cast<double>(kWidth) *
                        static_cast<double>(problem.x_elements() + problem.y_elements());
-  plan->microseconds =
-      gpu.launch_us + kStart +
-      std::max(bytes / (gpu.dram_bytes_per_us * kDramShare), cycles / gpu.cycles_per_us());
+  plan->terms.tensor_cores = cycles / gpu.cycles_per_us();
+  plan->terms.dram = bytes / gpu.dram_bytes_per_us;
+  plan->terms.launch = gpu.launch_us;
+  plan->form = FormTimeOf("depthwise toeplitz wgmma", OperationsName(problem), "16-bit");
+  plan->microseconds = PredictedMicroseconds(plan->terms, plan->form);
   plan->kernel = &kernel;
   plan->slices = 1;
   plan->params = std::move(launch);

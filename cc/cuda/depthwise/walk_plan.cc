@@ -5,6 +5,8 @@
 #include <memory>
 #include <string>
 
+#include "cuda/common/predicted_time.h"
+#include "cuda/common/rates.h"
 #include "cuda/depthwise/operands.h"
 #include "cuda/depthwise/params.h"
 
@@ -19,10 +21,6 @@ constexpr int64_t kMostItems = int64_t{1} << 30;
 constexpr double kItemCycles = 1000, kStepCycles = 700, kLastTurn = 0.5;
 // Scheduler cycles for a warp's multiply-add, including its share of all other instructions.
 constexpr double kTapCycles = 3.5;
-// Shares of the DRAM rate for fprop, which mostly reads, and dgrad, which mostly writes; the
-// exponent of the power sum that joins copies and instructions; additional launch time in
-// microseconds.
-constexpr double kReadShare = 0.96, kWriteShare = 0.82, kJoin = 4, kStart = 1.5;
 
 Status Check(const KernelDesc& kernel, const WalkInstance& instance, const ConvProblem& problem,
              const Params& params) {
@@ -81,7 +79,7 @@ Status PlanWalk(const KernelDesc& kernel, const ConvProblem& problem, const Gpu&
   const double bytes = static_cast<double>(kWidth) *
                            static_cast<double>(problem.x_elements() + problem.y_elements()) +
                        static_cast<double>(EpilogueBytes(problem));
-  const double copy = bytes / (gpu.dram_bytes_per_us * (spread == 1 ? kReadShare : kWriteShare));
+  const double copy = bytes / gpu.dram_bytes_per_us;
   // Multiply-adds of a thread's step: an output has all taps, in dgrad only those of its parity.
   // `instructions`: microseconds for this many steps of all threads.
   const double taps = static_cast<double>(instance.filter_rows * instance.filter_columns *
@@ -89,7 +87,7 @@ Status PlanWalk(const KernelDesc& kernel, const ConvProblem& problem, const Gpu&
                       static_cast<double>(spread);
   auto issue = [&](int64_t thread_steps) {
     return static_cast<double>(thread_steps) * taps * kTapCycles /
-           (32 * 4 * static_cast<double>(gpu.sm_count) * gpu.cycles_per_us());
+           (static_cast<double>(kLanes * kSchedulers * gpu.sm_count) * gpu.cycles_per_us());
   };
   // A part's steps before its first outputs do all multiply-adds, but only read bytes.
   const double read =
@@ -119,10 +117,12 @@ Status PlanWalk(const KernelDesc& kernel, const ConvProblem& problem, const Gpu&
   params.chunks = FastDivmod(chunks);
   params.strips = FastDivmod(strips);
   launch->out_dtype = problem.output_dtype();
-  const double work = std::max(least / gpu.cycles_per_us(),
-                               issue(int64_t{params.items} * (params.steps + turns - 1)));
-  plan->microseconds =
-      gpu.launch_us + kStart + std::pow(std::pow(work, kJoin) + std::pow(copy, kJoin), 1 / kJoin);
+  plan->terms.tensor_cores = std::max(least / gpu.cycles_per_us(),
+                                      issue(int64_t{params.items} * (params.steps + turns - 1)));
+  plan->terms.dram = copy;
+  plan->terms.launch = gpu.launch_us;
+  plan->form = FormTimeOf("depthwise walk", OperationsName(problem), "16-bit");
+  plan->microseconds = PredictedMicroseconds(plan->terms, plan->form);
   plan->slices = 1;
   plan->kernel = &kernel;
   plan->params = std::move(launch);

@@ -6,6 +6,8 @@
 
 #include "cuda/common/halo_box.h"
 #include "cuda/common/instances.h"
+#include "cuda/common/predicted_time.h"
+#include "cuda/common/rates.h"
 #include "cuda/imma_few_channels/params.h"
 
 namespace jaxconv::imma_few_channels {
@@ -80,30 +82,31 @@ int64_t ShapeTile(const ConvProblem& problem, int64_t tile_rows, Params* params)
   return kTermsBytes + 2 * halo_rows * CeilDiv(pixels, kCopyPixels) * 16;
 }
 
-// The longest of the times of tensor cores, issue slots and DRAM. Issue slots are counted in the
-// compiled code; their reachable share is fitted to 8 problems on an H200, within 22 %.
-double Microseconds(const Instance& instance, const ConvProblem& problem, const Gpu& gpu,
-                    const Params& params, int64_t ctas_of_sm, int64_t ctas) {
-  constexpr double kTensorShare = 0.8, kIssueShare = 0.47, kDramShare = 0.85;
-  constexpr double kStartUs = 3;                           // until the filter is in registers
+// Issue slots, counted in the compiled code: of a row of taps (loads, their addresses, products), of
+// a block, an output and a copy.
+TimeTerms TermsOf(const Instance& instance, const ConvProblem& problem, const Gpu& gpu,
+                  const Params& params, int64_t ctas_of_sm, int64_t ctas) {
   const double taps_slots = instance.stride > 0 ? 9 : 13;  // loads, their addresses, products
   constexpr double kBlockSlots = 45, kOutputSlots = 5.5, kCopySlots = 14;
   const double blocks = static_cast<double>(params.tile_rows) * params.blocks_across.divisor;
   const double tensor = blocks * static_cast<double>(instance.rows) * kBlockPixels * kChannels *
-                        32 / (2 * gpu.mma_sync_per_clock * kTensorShare);
+                        kLanes / (2 * gpu.mma_sync_per_clock);
   const double copies = static_cast<double>(params.halo_rows) *
-                        static_cast<double>(CeilDiv(params.halo_copies, 32)) *
+                        static_cast<double>(CeilDiv(params.halo_copies, kLanes)) *
                         (params.vector ? 1 : kCopyPixels);
   const double slots = blocks * (static_cast<double>(instance.rows) * taps_slots + kBlockSlots +
                                  16 * (kOutputSlots + Int8OutputBytes(problem))) +
                        copies * kCopySlots;
-  const double tile = std::max(tensor, slots / (4 * kIssueShare));
+  const double issue = slots / kSchedulers;
   const double rounds = static_cast<double>(CeilDiv(params.tiles, ctas));
   const double resident = static_cast<double>(CeilDiv(ctas, gpu.sm_count));
-  const double sm = rounds * std::min<double>(resident, static_cast<double>(ctas_of_sm)) * tile;
-  return gpu.launch_us + kStartUs +
-         std::max(sm / gpu.cycles_per_us(),
-                  Int8Bytes(problem) / (gpu.dram_bytes_per_us * kDramShare));
+  const double tiles = rounds * std::min<double>(resident, static_cast<double>(ctas_of_sm));
+  TimeTerms terms;
+  terms.tensor_cores = tiles * tensor / gpu.cycles_per_us();
+  terms.loads = tiles * issue / gpu.cycles_per_us();
+  terms.dram = Int8Bytes(problem) / gpu.dram_bytes_per_us;
+  terms.launch = gpu.launch_us;
+  return terms;
 }
 
 Status MakePlan(const KernelDesc& kernel, const ConvProblem& problem, const Gpu& gpu,
@@ -140,7 +143,9 @@ Status MakePlan(const KernelDesc& kernel, const ConvProblem& problem, const Gpu&
   launch->shared_bytes = static_cast<int32_t>(bytes);
   plan->kernel = &kernel;
   plan->slices = 1;
-  plan->microseconds = Microseconds(instance, problem, gpu, params, ctas_of_sm, launch->ctas);
+  plan->terms = TermsOf(instance, problem, gpu, params, ctas_of_sm, launch->ctas);
+  plan->form = FormTimeOf("imma_few_channels", OperationsName(problem), "8-bit");
+  plan->microseconds = PredictedMicroseconds(plan->terms, plan->form);
   plan->params = std::move(launch);
   return {};
 }
