@@ -30,21 +30,24 @@ constexpr double kReducedCycles = 1.1;
 
 }  // namespace
 
+double EpilogueCycles(const EpilogueCost& cost, const Epilogue& epilogue) {
+  const double factor = ActivationFactor(epilogue.activation);
+  const double terms = factor == 0 && !epilogue.pre ? cost.clamps : cost.terms;
+  return terms + (epilogue.residual ? cost.residual : 0) + factor * cost.activation;
+}
+
 void AddEpilogue(const KernelDesc& kernel, const ConvProblem& problem, const Gpu& gpu, Plan* plan) {
   const Epilogue& epilogue = problem.epilogue;
   if (epilogue.statistics) return;  // the plan has counted them
-  const EpilogueCost& cost = kernel.epilogue_cost;
-  const double factor = ActivationFactor(epilogue.activation);
-  double cycles = factor == 0 && !epilogue.pre ? cost.clamps : cost.terms;
-  if (epilogue.residual) cycles += cost.residual;
-  cycles += factor * cost.activation;
   const double outputs_of_sm_us =
       static_cast<double>(problem.y_elements()) / gpu.sm_count / gpu.cycles_per_us();
   // A cluster's slices need no workspace.
   if (plan->slices > 1 && plan->workspace_bytes > 0) {
     plan->terms.launch += kReducedCycles * outputs_of_sm_us;
   }
-  (cost.waits ? plan->terms.tensor_cores : plan->terms.stores) += cycles * outputs_of_sm_us;
+  if (!kernel.epilogue_cost.in_plan) {
+    plan->terms.stores += EpilogueCycles(kernel.epilogue_cost, epilogue) * outputs_of_sm_us;
+  }
   plan->microseconds = PredictedMicroseconds(plan->terms, plan->form);
 }
 

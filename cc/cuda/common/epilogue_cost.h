@@ -8,6 +8,9 @@
 
 namespace jaxconv {
 
+// What the terms of an epilogue but statistics cost for an output.
+double EpilogueCycles(const EpilogueCost& cost, const Epilogue& epilogue);
+
 // Adds the epilogue of a fused instance to the terms of its plan, and predicts its time anew.
 void AddEpilogue(const KernelDesc& kernel, const ConvProblem& problem, const Gpu& gpu, Plan* plan);
 

@@ -75,8 +75,8 @@ struct EpilogueCost {
   double clamps = 0.2;
   double residual = 0.06;   // in addition to the terms
   double activation = 0.3;  // silu; others in proportion (epilogue_cost.cc)
-  // Whether the tensor cores wait meanwhile; other forms overlap it as they do their stores.
-  bool waits = false;
+  // Whether the family's plan counts it with its stores; otherwise AddEpilogue does.
+  bool in_plan = false;
 };
 
 struct KernelDesc {

@@ -111,7 +111,7 @@ TimeTerms ClusterTerms(const Instance& instance, const Traffic& traffic, const G
 }  // namespace
 
 TimeTerms TermsOf(const Instance& instance, const ConvProblem& problem, const Geometry& geometry,
-                  int64_t slices, int64_t partial_bytes, const Gpu& gpu) {
+                  int64_t slices, int64_t partial_bytes, double epilogue_cycles, const Gpu& gpu) {
   const Traffic traffic(problem);
   if (instance.Is(kCluster)) return ClusterTerms(instance, traffic, geometry, slices, gpu);
   const bool wgrad = problem.op == Op::kWgrad, tf32 = problem.lhs_dtype() == DType::kF32;
@@ -156,9 +156,13 @@ TimeTerms TermsOf(const Instance& instance, const ConvProblem& problem, const Ge
   // A single column tile stores only the columns that exist.
   const double out_bytes = split ? 4 : static_cast<double>(ByteWidth(problem.output_dtype()));
   const double store = tile_m * (n_tiles == 1 ? static_cast<double>(params.gemm_n) : columns) *
-                       out_bytes / kStoreBytesPerCycle;
-  // Except in pingpong forms the tensor cores wait for the store of each tile.
-  const double waits = waves * kTileCycles + (pingpong ? 0 : (waves - 1) * store);
+                           out_bytes / kStoreBytesPerCycle +
+                       // All columns pass through the epilogue, on two consumers or on one.
+                       (split ? 0 : tile_m * tile_n * epilogue_cycles / (pingpong ? 1 : 2));
+  // Except in pingpong forms the tensor cores wait for the store of each tile. A pingpong consumer
+  // multiplies and stores in turns with the other.
+  const double multiply = pingpong ? std::max(parts * tensor, (parts * tensor + waves * store) / 2)
+                                   : parts * tensor + (waves - 1) * store;
 
   // wgrad's results are few. Pingpong tiles with TF32 operands are stored sector by sector.
   const bool inside_lines = params.residue_classes > 1 ||
@@ -174,7 +178,7 @@ TimeTerms TermsOf(const Instance& instance, const ConvProblem& problem, const Ge
   }
 
   TimeTerms terms;
-  terms.tensor_cores = (parts * tensor + waits) / gpu.cycles_per_us();
+  terms.tensor_cores = (multiply + waves * kTileCycles) / gpu.cycles_per_us();
   terms.loads = parts * std::max(rows, issue) / gpu.cycles_per_us();
   terms.stores = pingpong ? waves * store / 2 / gpu.cycles_per_us() : 0;
   terms.dram =

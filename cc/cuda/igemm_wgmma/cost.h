@@ -11,8 +11,9 @@
 namespace jaxconv::igemm_wgmma {
 
 // Of all kernels of the call. `partial_bytes`: the bytes that split-K slices write.
+// `epilogue_cycles`: those of a consumer for an output.
 TimeTerms TermsOf(const Instance& instance, const ConvProblem& problem, const Geometry& geometry,
-                  int64_t slices, int64_t partial_bytes, const Gpu& gpu);
+                  int64_t slices, int64_t partial_bytes, double epilogue_cycles, const Gpu& gpu);
 
 }  // namespace jaxconv::igemm_wgmma
 

@@ -6,6 +6,7 @@
 #include <string_view>
 
 #include "core/implicit_gemm.h"
+#include "cuda/common/epilogue_cost.h"
 #include "cuda/common/instances.h"
 #include "cuda/igemm_wgmma/cost.h"
 #include "cuda/igemm_wgmma/geometry.h"
@@ -218,9 +219,13 @@ Status PlanIgemmWgmma(const KernelDesc& kernel, const ConvProblem& asked, const 
   const bool dynamic = Dynamic(instance, problem);
   plan->form = FormTimeOf("igemm_wgmma", OperationsName(problem),
                           OperandsName(problem, /*tf32=*/true, instance.Is(kThreeTf32)));
+  const double epilogue_cycles =
+      problem.epilogue.statistics ? StatisticsCycles(instance, problem)
+      : kernel.fused              ? EpilogueCycles(kernel.epilogue_cost, problem.epilogue)
+                                  : 0;
   auto terms = [&](int64_t count) {
     return TermsOf(instance, problem, geometry, count, PartialBytes(instance, geometry, count),
-                   gpu);
+                   epilogue_cycles, gpu);
   };
   auto microseconds = [&](int64_t count) {
     return PredictedMicroseconds(terms(count), plan->form);
@@ -278,8 +283,6 @@ Status PlanIgemmWgmma(const KernelDesc& kernel, const ConvProblem& asked, const 
         problem.k};
     launch->rows = problem.n * problem.out_pixels();
     plan->terms.launch += launch->moments.Microseconds(gpu);
-    plan->terms.stores += static_cast<double>(problem.y_elements()) / gpu.sm_count *
-                          StatisticsCycles(instance, problem) / gpu.cycles_per_us();
     plan->microseconds = PredictedMicroseconds(plan->terms, plan->form);
   }
   launch->reduced_slices = grid_slices;
@@ -301,7 +304,7 @@ EpilogueCost EpilogueCostOf(const KernelDesc& kernel) {
   EpilogueCost cost;
   if (kernel.dtype == DType::kF32) return cost;
   const bool slots = instance.Is(kPointwise) && !instance.Is(kSwapAb);
-  cost.waits = !instance.Is(kPingpong);
+  cost.in_plan = true;
   cost.clamps = slots && instance.WeightStationary() ? 0.02 : 0.06;
   cost.terms = 0.1;
   cost.activation = instance.Is(kSwapAb) ? 0.14 : instance.tile_m == 192 ? 0.4 : 0.2;
