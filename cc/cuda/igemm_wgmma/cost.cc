@@ -130,6 +130,8 @@ TimeTerms TermsOf(const Instance& instance, const ConvProblem& problem, const Ge
   const int64_t ctas = std::max<int64_t>(1, gpu.sm_count / ranges) * ranges;
   const auto waves = static_cast<double>(CeilDiv(geometry.tiles * slices, ctas));
   const double parts = waves * Parts(geometry, slices);
+  // That store a tile at a time: pingpong consumers do so in turns.
+  const double consumers = pingpong ? 1 : tile_m == 192 ? 3 : 2;
   const double filters = SplitsFilter(instance, problem) ? 2 : 1;
 
   // Of 128 bytes of the reduction. A TF32 part holds half as many channels, at half the throughput.
@@ -157,12 +159,15 @@ TimeTerms TermsOf(const Instance& instance, const ConvProblem& problem, const Ge
   const double out_bytes = split ? 4 : static_cast<double>(ByteWidth(problem.output_dtype()));
   const double store = tile_m * (n_tiles == 1 ? static_cast<double>(params.gemm_n) : columns) *
                            out_bytes / kStoreBytesPerCycle +
-                       // All columns pass through the epilogue, on two consumers or on one.
-                       (split ? 0 : tile_m * tile_n * epilogue_cycles / (pingpong ? 1 : 2));
-  // Except in pingpong forms the tensor cores wait for the store of each tile. A pingpong consumer
-  // multiplies and stores in turns with the other.
-  const double multiply = pingpong ? std::max(parts * tensor, (parts * tensor + waves * store) / 2)
-                                   : parts * tensor + (waves - 1) * store;
+                       // All columns pass through the epilogue.
+                       (split ? 0 : tile_m * tile_n * epilogue_cycles / consumers);
+  // Except in pingpong forms the tensor cores wait for the store of each tile. Pingpong consumers
+  // take turns to multiply; if they store for longer, each is busy with half of the tiles.
+  const double products = parts * tensor, of_tile = products / waves;
+  const double turns = std::max(std::ceil(waves / 2) * (of_tile + store),
+                                of_tile + std::floor(waves / 2) * (of_tile + store));
+  const double multiply =
+      pingpong ? std::max(products, turns - store) : products + (waves - 1) * store;
 
   // wgrad's results are few. Pingpong tiles with TF32 operands are stored sector by sector.
   const bool inside_lines = params.residue_classes > 1 ||

@@ -31,14 +31,14 @@ constexpr int64_t kDynamicTileBytes = 32 * 1024;
 // Consumer warpgroups of a pingpong CTA.
 constexpr int64_t kConsumers = 2;
 
-// SM cycles of the statistics for each output element, without the merging kernel. Pixels as
+// Cycles of a consumer for the statistics of an output, without the merging kernel. Pixels as
 // rows: reductions of at least kLongSum, which hide the store, and shorter ones; weight-stationary,
 // with more than 128 input channels and with at most 128 (C128), where memory time hides more.
 // Swap-AB: pointwise, stored by TMA, and the others.
 constexpr int64_t kLongSum = 1024;
-constexpr double kLongSumStatistics = 0.035, kShortSumStatistics = 0.13;
-constexpr double kStationaryStatistics = 0.07, kStationaryStatisticsC128 = 0.03;
-constexpr double kPointwiseSwapAbStatistics = 0.012, kSwapAbStatistics = 0.03;
+constexpr double kLongSumStatistics = 0.07, kShortSumStatistics = 0.26;
+constexpr double kStationaryStatistics = 0.14, kStationaryStatisticsC128 = 0.06;
+constexpr double kPointwiseSwapAbStatistics = 0.024, kSwapAbStatistics = 0.06;
 
 // The line of each form of kernels.def, from its arguments. Those of the pipeline (stages, staging,
 // filter slots) matter to the device kernel alone.
@@ -295,20 +295,26 @@ Status PlanIgemmWgmma(const KernelDesc& kernel, const ConvProblem& asked, const 
   return {};
 }
 
-// 16-bit results go through the epilogue on the fragments; activations other than clamps run in a
-// loop, in smaller parts where 192 accumulators leave few registers. A residual costs the latency
-// that is exposed: almost none with slots (slot_store_sm90.cuh), most with 192 accumulators, which
-// leave no registers to load ahead, and in swap-AB, whose warps synchronise twice for 32 pixels.
+// Cycles of a consumer for an output. Scale, bias and a clamp: on the fragments of 16-bit results, the
+// same behind slots (slot_store_sm90.cuh), and of float32 results or in the loop of other activations;
+// silu; a residual, whose latency is exposed but behind slots. In 16 bits twice as much where 192
+// accumulators leave no registers (silu in smaller parts, a residual not loaded ahead), and for a
+// residual in swap-AB, whose warps synchronise twice for 32 pixels. Fitted to 300 times of fused
+// layers.
+constexpr double kClampCycles = 0.14, kSlotClampCycles = 0.09, kLoopCycles = 0.48;
+constexpr double kSiluCycles = 0.4, kResidualCycles = 0.3;
+
 EpilogueCost EpilogueCostOf(const KernelDesc& kernel) {
   const auto& instance = *static_cast<const Instance*>(kernel.instance);
   EpilogueCost cost;
-  if (kernel.dtype == DType::kF32) return cost;
-  const bool slots = instance.Is(kPointwise) && !instance.Is(kSwapAb);
   cost.in_plan = true;
-  cost.clamps = slots && instance.WeightStationary() ? 0.02 : 0.06;
-  cost.terms = 0.1;
-  cost.activation = instance.Is(kSwapAb) ? 0.14 : instance.tile_m == 192 ? 0.4 : 0.2;
-  cost.residual = slots ? 0.01 : instance.Is(kSwapAb) || instance.tile_m == 192 ? 0.28 : 0.14;
+  const bool wide = kernel.dtype == DType::kF32;
+  const bool slots = instance.Is(kPointwise) && !instance.Is(kSwapAb);
+  const bool full = !wide && instance.tile_m == 192;
+  cost.clamps = wide ? kLoopCycles : slots ? kSlotClampCycles : kClampCycles;
+  cost.terms = kLoopCycles;
+  cost.activation = kSiluCycles * (full ? 2 : 1);
+  cost.residual = slots ? 0 : kResidualCycles * (full || instance.Is(kSwapAb) ? 2 : 1);
   return cost;
 }
 
