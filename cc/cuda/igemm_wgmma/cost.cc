@@ -39,6 +39,8 @@ constexpr double kNarrowColumns = 64, kNarrowExcess = 1.2, kNarrowMmaSyncExcess 
 // not. Fitted.
 constexpr double kSharedLineExcess = 0.8;
 constexpr double kSectorExcess = 0.9, kAlignedSectorExcess = 0.2;
+// DRAM time relative to static scheduling: with dynamic scheduling no SM waits for another. Measured.
+constexpr double kDynamicShare = 0.94;
 
 // Clusters, for each CTA on an SM: the latency of a load divided by the stages of the ring; the
 // store; the exchange of partial sums through distributed shared memory. Two CTAs share an SM.
@@ -111,8 +113,9 @@ TimeTerms ClusterTerms(const Instance& instance, const Traffic& traffic, const G
 }  // namespace
 
 TimeTerms TermsOf(const Instance& instance, const ConvProblem& problem, const Geometry& geometry,
-                  int64_t slices, int64_t partial_bytes, double epilogue_cycles, const Gpu& gpu) {
+                  const Work& work, const Gpu& gpu) {
   const Traffic traffic(problem);
+  const int64_t slices = work.slices, partial_bytes = work.partial_bytes;
   if (instance.Is(kCluster)) return ClusterTerms(instance, traffic, geometry, slices, gpu);
   const bool wgrad = problem.op == Op::kWgrad, tf32 = problem.lhs_dtype() == DType::kF32;
   const bool wgrad_filter_row = wgrad && instance.Is(kFilterRow);
@@ -160,7 +163,7 @@ TimeTerms TermsOf(const Instance& instance, const ConvProblem& problem, const Ge
   const double store = tile_m * (n_tiles == 1 ? static_cast<double>(params.gemm_n) : columns) *
                            out_bytes / kStoreBytesPerCycle +
                        // All columns pass through the epilogue.
-                       (split ? 0 : tile_m * tile_n * epilogue_cycles / consumers);
+                       (split ? 0 : tile_m * tile_n * work.epilogue_cycles / consumers);
   // Except in pingpong forms the tensor cores wait for the store of each tile. Pingpong consumers
   // take turns to multiply; if they store for longer, each is busy with half of the tiles.
   const double products = parts * tensor, of_tile = products / waves;
@@ -186,8 +189,8 @@ TimeTerms TermsOf(const Instance& instance, const ConvProblem& problem, const Ge
   terms.tensor_cores = (multiply + waves * kTileCycles) / gpu.cycles_per_us();
   terms.loads = parts * std::max(rows, issue) / gpu.cycles_per_us();
   terms.stores = pingpong ? waves * store / 2 / gpu.cycles_per_us() : 0;
-  terms.dram =
-      (traffic.tensors + written + static_cast<double>(partial_bytes)) / gpu.dram_bytes_per_us;
+  terms.dram = (traffic.tensors + written + static_cast<double>(partial_bytes)) /
+               gpu.dram_bytes_per_us * (work.dynamic ? kDynamicShare : 1);
   terms.launch = gpu.launch_us + store / gpu.cycles_per_us();
   if (split) {
     terms.launch += gpu.launch_us + static_cast<double>(partial_bytes) / kReduceBytesPerCycle /

@@ -10,10 +10,17 @@
 
 namespace jaxconv::igemm_wgmma {
 
-// Of all kernels of the call. `partial_bytes`: the bytes that split-K slices write.
-// `epilogue_cycles`: those of a consumer for an output.
+// What a plan decides beside the geometry.
+struct Work {
+  int64_t slices = 1;
+  int64_t partial_bytes = 0;   // that split-K slices write
+  bool dynamic = false;        // tiles are scheduled dynamically
+  double epilogue_cycles = 0;  // of a consumer for an output
+};
+
+// Of all kernels of the call.
 TimeTerms TermsOf(const Instance& instance, const ConvProblem& problem, const Geometry& geometry,
-                  int64_t slices, int64_t partial_bytes, double epilogue_cycles, const Gpu& gpu);
+                  const Work& work, const Gpu& gpu);
 
 }  // namespace jaxconv::igemm_wgmma
 

@@ -224,8 +224,9 @@ Status PlanIgemmWgmma(const KernelDesc& kernel, const ConvProblem& asked, const 
       : kernel.fused              ? EpilogueCycles(kernel.epilogue_cost, problem.epilogue)
                                   : 0;
   auto terms = [&](int64_t count) {
-    return TermsOf(instance, problem, geometry, count, PartialBytes(instance, geometry, count),
-                   epilogue_cycles, gpu);
+    const int64_t partial_bytes = PartialBytes(instance, geometry, count);
+    return TermsOf(instance, problem, geometry, {count, partial_bytes, dynamic, epilogue_cycles},
+                   gpu);
   };
   auto microseconds = [&](int64_t count) {
     return PredictedMicroseconds(terms(count), plan->form);
