@@ -1,6 +1,7 @@
 #include "cuda/common/predicted_time.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstdio>
 #include <iterator>
 
@@ -38,6 +39,12 @@ constexpr double kWrittenExcess = 0.27;
 
 double WrittenExcess(double bytes, const Gpu& gpu) {
   return kWrittenExcess * std::max(0.0, bytes - static_cast<double>(gpu.l2_bytes) / 2);
+}
+
+double PingpongCycles(double tiles, double multiply, double store) {
+  const double both = multiply + store;
+  return std::max({tiles * multiply, std::ceil(tiles / 2) * both - store,
+                   multiply + std::floor(tiles / 2) * both - store});
 }
 
 std::string_view OperandsName(const ConvProblem& problem, bool tf32, bool three_tf32) {

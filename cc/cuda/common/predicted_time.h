@@ -36,6 +36,10 @@ struct FormTime {
 // rest until the next kernel, take longer than reads.
 double WrittenExcess(double bytes, const Gpu& gpu);
 
+// Cycles that two pingpong consumers need for `tiles` tiles, until the last is multiplied. They take
+// turns to multiply; if they store for longer, each is busy with half of the tiles.
+double PingpongCycles(double tiles, double multiply, double store);
+
 // The operands of a convolution as the calibration names them: "16-bit", "tf32", "3xtf32", "fp32".
 // `three_tf32`: the kernel multiplies float32 as three products; `tf32`: as one.
 std::string_view OperandsName(const ConvProblem& problem, bool tf32, bool three_tf32);

@@ -164,13 +164,9 @@ TimeTerms TermsOf(const Instance& instance, const ConvProblem& problem, const Ge
                            out_bytes / kStoreBytesPerCycle +
                        // All columns pass through the epilogue.
                        (split ? 0 : tile_m * tile_n * work.epilogue_cycles / consumers);
-  // Except in pingpong forms the tensor cores wait for the store of each tile. Pingpong consumers
-  // take turns to multiply; if they store for longer, each is busy with half of the tiles.
-  const double products = parts * tensor, of_tile = products / waves;
-  const double turns = std::max(std::ceil(waves / 2) * (of_tile + store),
-                                of_tile + std::floor(waves / 2) * (of_tile + store));
-  const double multiply =
-      pingpong ? std::max(products, turns - store) : products + (waves - 1) * store;
+  // Except in pingpong forms the tensor cores wait for the store of each tile.
+  const double multiply = pingpong ? PingpongCycles(waves, parts / waves * tensor, store)
+                                   : parts * tensor + (waves - 1) * store;
 
   // wgrad's results are few. Pingpong tiles with TF32 operands are stored sector by sector.
   const bool inside_lines = params.residue_classes > 1 ||
