@@ -75,16 +75,24 @@ FIXED_US = (0.1, 16.0)
 STARTS = ((0.4, 0.7, 3.0), (0.7, 0.4, 7.0), (0.1, 0.1, 7.0), (0.9, 1.0, 1.0))
 
 # What is not fitted. The fixed time in forms with less than ROWS rows or without a row shorter than
-# SHORT_US, because long rows say nothing about it: it is that of the same form and operations with
-# other operands, TF32 first, or UNFITTED_US. The DRAM share in forms where the ratio of the SM's
-# longest term to DRAM is the same in all rows up to the factor SPREAD: it is 1.
-ROWS = 7
+# SHORT_US, because long rows say nothing about it: it is UNFITTED_US, and XLA_US in most classes of
+# XLA's convolutions, whose own fits differ little: XLA_FIXED has the others. The DRAM share in forms
+# where the ratio of the SM's longest term to DRAM is the same in all rows up to the factor SPREAD: it
+# is 1.
+ROWS = 20
 SHORT_US = 60.0
 UNFITTED_US = 3.0
+XLA_US = 12.0
+XLA_FIXED = {
+    ("xla pointwise", "fprop, dgrad", "16-bit"),
+    ("xla pointwise", "wgrad", "16-bit"),
+    ("xla depthwise", "fprop, dgrad", "16-bit"),
+    ("xla depthwise", "fprop, dgrad", "fp32"),
+}
 SPREAD = 1.5
 
 # Forms that take the parameters of the nearest form until they have OWN_ROWS measured rows.
-OWN_ROWS = 15
+OWN_ROWS = 20
 GATHER, WGRAD = "fprop, dgrad", "wgrad"
 NEAREST: dict[Name, Name] = {
     ("igemm_wmma", GATHER, "16-bit"): ("igemm_wmma", WGRAD, "tf32"),
@@ -106,6 +114,8 @@ NEAREST: dict[Name, Name] = {
     ("few_channels", GATHER, "3xtf32"): ("few_channels", GATHER, "16-bit"),
     ("few_channels", WGRAD, "tf32"): ("few_channels", WGRAD, "16-bit"),
     ("few_channels", WGRAD, "3xtf32"): ("few_channels", WGRAD, "16-bit"),
+    ("xla dilated wgrad", WGRAD, "tf32"): ("xla dilated wgrad", WGRAD, "16-bit"),
+    ("xla dense", WGRAD, "fp32"): ("xla dense", GATHER, "fp32"),
 }
 
 OVERLAPPED = 4  # the terms before the launch
@@ -205,16 +215,27 @@ class Fit:
     cost: float  # the weighted robust sum of squares
 
 
-def fits_fixed(rows: Rows) -> bool:
-    """Whether the rows of a form determine its fixed time."""
-    return len(rows.measured) >= ROWS and rows.measured.min() < SHORT_US
+def fits_fixed(name: Name, rows: Rows) -> bool:
+    """Whether a form has its own fixed time."""
+    enough = len(rows.measured) >= ROWS and rows.measured.min() < SHORT_US
+    return enough and (not is_xla(name) or name in XLA_FIXED)
 
 
-def free_of(rows: Rows) -> list[bool]:
+def is_xla(name: Name) -> bool:
+    """Whether a form is a class of XLA's convolutions."""
+    return name[0].startswith("xla")
+
+
+def unfitted(name: Name) -> float:
+    """The fixed time of a form without its own."""
+    return XLA_US if is_xla(name) else UNFITTED_US
+
+
+def free_of(name: Name, rows: Rows) -> list[bool]:
     """Which of the three parameters the rows of a form determine."""
     sm, dram = rows.terms[:, :DRAM].max(1), rows.terms[:, DRAM]
     varies = bool(dram.all()) and (sm / dram).max() > SPREAD * (sm / dram).min()
-    return [True, bool(varies), fits_fixed(rows)]
+    return [True, bool(varies), fits_fixed(name, rows)]
 
 
 def rounded(value: float) -> float:
@@ -222,11 +243,11 @@ def rounded(value: float) -> float:
     return float(f"{value:.3g}")
 
 
-def fit(rows: Rows, exposed: float, fixed: float = UNFITTED_US) -> Fit:
-    """The parameters of a form by least squares; ``fixed`` where the rows do not determine it."""
-    free = free_of(rows)
+def fit(name: Name, rows: Rows, exposed: float) -> Fit:
+    """The parameters of a form by least squares."""
+    free = free_of(name, rows)
     low, high = np.log(np.array([SM_SHARE, DRAM_SHARE, FIXED_US]))[free].T
-    given = np.log(np.array([1.0, 1.0, fixed]))
+    given = np.log(np.array([1.0, 1.0, unfitted(name)]))
 
     def parameters(logarithms: np.ndarray) -> np.ndarray:
         every = given.copy()
@@ -256,14 +277,7 @@ def nearest(name: Name, forms: Forms) -> Name | None:
 def fit_all(forms: Forms, exposed: float) -> dict[Name, Fit]:
     """The parameters of all forms that have their own."""
     forms = {name: rows for name, rows in forms.items() if not nearest(name, forms)}
-    fits = {name: fit(rows, exposed) for name, rows in forms.items() if fits_fixed(rows)}
-    for (form, operations, operands), rows in forms.items():
-        name = form, operations, operands
-        if name not in fits:
-            others = ((form, operations, other) for other in ("tf32", "16-bit"))
-            related = next((fits[o] for o in others if o in fits and fits_fixed(forms[o])), None)
-            fits[name] = fit(rows, exposed, related.parameters[2] if related else UNFITTED_US)
-    return fits
+    return {name: fit(name, rows, exposed) for name, rows in forms.items()}
 
 
 def first_fit(forms: Forms) -> tuple[float, dict[Name, Fit]]:
@@ -289,7 +303,7 @@ class Choices:
         best = np.full(self.count, np.inf)
         np.minimum.at(best, self.problem[self.allowed], self.measured[self.allowed])
         self.loss = np.where(self.allowed, np.log(self.measured / best[self.problem]), 0.0)
-        xla = np.repeat([name[0].startswith("xla") for name in forms], [len(r.keys) for r in rows])
+        xla = np.repeat([is_xla(name) for name in forms], [len(r.keys) for r in rows])
         self.advantage = np.where(xla, -np.log(XLA_SHARE), 0.0)
 
     def cost(self, logarithms: np.ndarray) -> tuple[float, np.ndarray]:
@@ -336,7 +350,7 @@ def best_fit(forms: Forms) -> tuple[float, dict[Name, Fit]]:
     names = list(fits)
     choices = Choices(forms, names)
     start = np.log(np.append(np.concatenate([fits[n].parameters for n in names]), exposed))
-    bounds = [each for n in names for each in limits(forms[n], fits[n].parameters)]
+    bounds = [each for n in names for each in limits(n, forms[n], fits[n].parameters)]
     bounds.append(tuple(np.log([EXPOSED[0], EXPOSED[-1]])))
     found = minimize(
         choices.cost,
@@ -351,9 +365,9 @@ def best_fit(forms: Forms) -> tuple[float, dict[Name, Fit]]:
     return exposed, {n: Fit(v, fits[n].cost) for n, v in zip(names, each, strict=True)}
 
 
-def limits(rows: Rows, first: Sequence[float]) -> list[tuple[float, float]]:
+def limits(name: Name, rows: Rows, first: Sequence[float]) -> list[tuple[float, float]]:
     """Bounds of the logarithms of a form's parameters; those that are not fitted stay."""
-    free = free_of(rows)
+    free = free_of(name, rows)
     ends = (SM_SHARE, DRAM_SHARE, FIXED_US)
     given = [end if may else (v, v) for may, end, v in zip(free, ends, first, strict=True)]
     return [(float(np.log(low)), float(np.log(high))) for low, high in given]
@@ -364,7 +378,7 @@ def line(name: Name, rows: Rows, found: Fit, exposed: float) -> str:
     ratios = rows.predicted(found.parameters, exposed) / rows.measured
     least, median, most = (f"{value:4.2f}" for value in np.quantile(ratios, (0, 0.5, 1)))
     numbers = list(found.parameters)
-    if numbers[2] == UNFITTED_US:
+    if numbers[2] == unfitted(name):
         numbers = numbers[: 1 if numbers[1] == 1 else 2]
     words = [f"{json.dumps(word)}," for word in name]
     text = f"FORM({words[0]:26}{words[1]:17}{words[2]:11}"
@@ -386,20 +400,23 @@ HEADER = """\
 {facts}
 //
 // EXPOSED(share of the terms beside the longest that nothing hides)
-// UNFITTED_US(fixed us of forms without their own)
+// UNFITTED_US(fixed us of forms without their own), XLA_US(the same of XLA's convolutions)
 // FORM(form, operations, operands, share of the SM's rates, share of the DRAM rate, fixed us)
 //   // measured rows; least, median and greatest predicted / measured
 // LIKE(form, operations, operands; the same of the form whose parameters it takes, because it has
 //   less than {own_rows} measured rows)
 //
-// Not fitted: fixed in forms with less than {rows} rows or none shorter than {short:g} us, where it
-// is that of the form with other operands or the default; DRAM share 1 in forms with the same ratio
+// Not fitted: fixed in forms with less than {rows} rows or none shorter than {short:g} us, and in most
+// classes of XLA's convolutions; DRAM share 1 in forms with the same ratio
 // of FLOPs to bytes in all rows. Left out: the default, and shares of 1 before it.
 #ifndef EXPOSED
 #define EXPOSED(...)
 #endif
 #ifndef UNFITTED_US
 #define UNFITTED_US(...)
+#endif
+#ifndef XLA_US
+#define XLA_US(...)
 #endif
 #ifndef FORM
 #define FORM(...)
@@ -412,6 +429,7 @@ HEADER = """\
 FOOTER = """\
 #undef LIKE
 #undef FORM
+#undef XLA_US
 #undef UNFITTED_US
 #undef EXPOSED
 """
@@ -428,7 +446,7 @@ def calibration(program: pathlib.Path) -> str:
         own_rows=OWN_ROWS,
         short=SHORT_US,
     )
-    text += f"EXPOSED({exposed:g})\nUNFITTED_US({UNFITTED_US:g})"
+    text += f"EXPOSED({exposed:g})\nUNFITTED_US({UNFITTED_US:g})\nXLA_US({XLA_US:g})"
     lines = [line(name, forms[name], found, exposed) for name, found in sorted(fits.items())]
     likes = [like(name, near) for name in NEAREST if (near := nearest(name, forms))]
     return "\n".join([text, *lines, *likes, FOOTER])
@@ -472,7 +490,7 @@ def check(program: pathlib.Path) -> str:
         parameters = fits[nearest(name, forms) or name].parameters
         ratio = rows.predicted(parameters, exposed) / rows.measured
         pair = np.abs(np.log(ratio)), np.abs(unseen[name])
-        every["xla" if name[0].startswith("xla") else "kernels"].append(np.array(pair))
+        every["xla" if is_xla(name) else "kernels"].append(np.array(pair))
         medians = ", ".join(f"{np.nanmedian(each):.3f}" for each in pair)
         lines.append(f"{', '.join(name)}: {len(rows.keys)}, {medians}")
     for side, pairs in every.items():

@@ -11,10 +11,18 @@ namespace {
 // An H200's; other GPUs scale it by their rates.
 #define EXPOSED(share) constexpr double kExposed = share;
 #define UNFITTED_US(us) constexpr double kUnfittedUs = us;
+#define XLA_US(us) constexpr double kXlaUs = us;
 #include "cuda/calibration/h200.def"
+constexpr double FixedUs(std::string_view form) {
+  return form.substr(0, 3) == "xla" ? kXlaUs : kUnfittedUs;
+}
 constexpr FormTime Line(std::string_view form, std::string_view operations,
-                        std::string_view operands, double sm_share, double dram_share = 1,
-                        double fixed_us = kUnfittedUs) {
+                        std::string_view operands, double sm_share, double dram_share = 1) {
+  return {form, operations, operands, sm_share, dram_share, FixedUs(form)};
+}
+constexpr FormTime Line(std::string_view form, std::string_view operations,
+                        std::string_view operands, double sm_share, double dram_share,
+                        double fixed_us) {
   return {form, operations, operands, sm_share, dram_share, fixed_us};
 }
 constexpr FormTime kForms[] = {
