@@ -186,7 +186,7 @@ struct PairedOutputs {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const float t = fmaf(sum[i], clamp.terms.scale[i % 2], clamp.terms.bias[i % 2]);
-        values[i] = t * Logistic(-t);
+        values[i] = t * ActivationsOf<T>::Sigmoid(t);
       }
       word[0] = PackPair<T>(values[0], values[1]), word[1] = PackPair<T>(values[2], values[3]);
       return;
@@ -210,7 +210,7 @@ struct PairedOutputs {
       if (exists[h]) epilogue.template Add<T>(t, residual, offset);
       values[2 * h] = t[0], values[2 * h + 1] = t[1];
     }
-    Activate(epilogue.params.activation, epilogue.params.negative_slope, values);
+    Activate<T>(epilogue.params.activation, epilogue.params.negative_slope, values);
 #pragma unroll
     for (int h = 0; h < 2; ++h) word[h] = PackPair<T>(values[2 * h], values[2 * h + 1]);
   }

@@ -101,7 +101,7 @@ __global__ void __launch_bounds__(kPassThreads, 2)
           Vector<T>::Rounded(of_mask).Unpack(of_mask);
         }
         if constexpr (kMaskBy == MaskBy::kDerivative) {
-          Differentiate(p.derivative, p.slope, of_mask);
+          Differentiate<T>(p.derivative, p.slope, of_mask);
 #pragma unroll
           for (int i = 0; i < kVector; ++i) masked[i] *= of_mask[i];
           Vector<T>::Rounded(masked).Unpack(masked);
@@ -163,7 +163,8 @@ constexpr PassLaunch<MaskedSums> kLaunches[] = {
 Status LaunchMaskedSums(DType dtype, const MaskedSums& p, void* stream) {
   JAXCONV_RETURN_IF_ERROR(CheckCut(p.segments, p.rows, p.channels, p.parts));
   JAXCONV_RETURN_IF_ERROR(
-      CheckAligned({p.gradient, p.gradient2, p.result, p.arrays[0], p.arrays[1], p.masked}));
+      CheckAligned({p.gradient, p.gradient2, p.result, p.arrays[0], p.arrays[1], p.masked,
+                    p.means[0].numbers, p.means[1].numbers, p.scale.numbers, p.offset.numbers}));
   if (p.derivative != Derivative::kNone && p.scale.numbers == nullptr) {
     return Status::Unimplemented("masked sums: expected scale and offset for a derivative");
   }
