@@ -296,7 +296,7 @@ EpilogueCost EpilogueCostOf(const KernelDesc& kernel) {
   const bool slots = instance.Is(kPointwise) && !instance.Is(kSwapAb);
   cost.clamps = slots && instance.WeightStationary() ? 0.01 : 0.03;
   cost.terms = 0.05;
-  cost.activation = instance.Is(kSwapAb) ? 0.07 : instance.tile_m == 192 ? 0.2 : 0.1;
+  cost.activation = instance.tile_m == 192 ? 0.1 : 0.045;
   cost.residual = slots ? 0.005 : instance.Is(kSwapAb) || instance.tile_m == 192 ? 0.14 : 0.07;
   return cost;
 }
