@@ -179,7 +179,7 @@ def _find(graph: Graph, position: int) -> _Dense | None:
     of_channels = all(len(type_of(v).shape) == 1 for v in vectors) and form.dtype == x.dtype
     of_call = _epilogue(form) if of_channels else None
     if of_call is not None:
-        (z,) = call.outvars
+        z = call.outvars[0]
         readers = len(graph.uses(z)) if graph.absorbed(z) else 0
 
         def slower(of_call: Epilogue) -> str:
