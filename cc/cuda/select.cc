@@ -66,6 +66,9 @@ double EpilogueMicroseconds(const KernelDesc& kernel, const ConvProblem& problem
   double nanoseconds = factor == 0 && !epilogue.pre ? cost.clamps : cost.terms;
   if (epilogue.residual) nanoseconds += cost.residual;
   nanoseconds += factor * cost.activation;
+  const bool swish =
+      epilogue.activation == Activation::kSilu || epilogue.activation == Activation::kHardSwish;
+  if (swish && !epilogue.pre && !epilogue.residual && cost.swish > 0) nanoseconds = cost.swish;
   const double of_outputs = static_cast<double>(problem.y_elements()) / gpu.sm_count * nanoseconds;
   // A cluster's slices need no workspace.
   const bool split = plan.slices > 1 && plan.workspace_bytes > 0;

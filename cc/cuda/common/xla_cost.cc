@@ -69,10 +69,11 @@ double ActivationNs(Activation activation) {
     case Activation::kSilu:
     case Activation::kSigmoid:
     case Activation::kTanh:
+      return 0.14;
     case Activation::kGeluTanh:
-      return 0.40;
+      return 0.26;
     case Activation::kGelu:
-      return 0.42;
+      return 0.41;
     default:
       return 0;
   }
@@ -83,8 +84,7 @@ double ActivationNs(Activation activation) {
 double ActivationMicroseconds(const ConvProblem& problem, const Gpu& gpu) {
   const auto outputs = static_cast<double>(problem.y_elements());
   const auto width = static_cast<double>(ByteWidth(problem.output_dtype()));
-  const double computed =
-      outputs / gpu.sm_count * ActivationNs(problem.epilogue.activation) / 1000;
+  const double computed = outputs / gpu.sm_count * ActivationNs(problem.epilogue.activation) / 1000;
   return std::max(0.0, computed - PassMicroseconds(2 * width * outputs, gpu));
 }
 
