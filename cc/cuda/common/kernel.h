@@ -75,6 +75,11 @@ struct EpilogueCost {
   double clamps = 0.2;
   double residual = 0.06;   // in addition to the terms
   double activation = 0.3;  // silu; others in proportion (epilogue_cost.cc)
+  // Scale, bias and silu or hard_swish without a second result or residual, where the form has
+  // separate code for them; 0: it has none.
+  double swish = 0;
+  // Whether it takes issue slots of the warps that multiply; otherwise it overlaps as stores do.
+  bool of_products = false;
   // Whether the family's plan counts it with its stores; otherwise AddEpilogue does.
   bool in_plan = false;
 };

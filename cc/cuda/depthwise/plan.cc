@@ -307,6 +307,28 @@ using DirectTmaInstance = TmaInstance;
 using WgradInstance = Instance;
 using WgradTmaInstance = TmaInstance;
 
+EpilogueCost EpilogueCostOf(const KernelDesc& kernel) {
+  EpilogueCost cost;
+  cost.of_products = true;
+  if (kernel.plan == PlanPairs) {
+    cost.terms = 0.26, cost.clamps = 0.06, cost.activation = 0.12, cost.swish = 0.07;
+  } else if (kernel.plan == PlanWalk) {
+    // One copy of the code for all epilogues, for which a 5x5 filter leaves few registers.
+    const bool small = static_cast<const WalkInstance*>(kernel.instance)->filter_rows == 3;
+    cost.terms = cost.clamps = small ? 0.06 : 0.28;
+    cost.activation = 0.01;
+  } else {
+    const bool direct = kernel.plan == MakePlan;
+    const auto* instance = direct ? static_cast<const Instance*>(kernel.instance) : nullptr;
+    cost.terms = direct && instance->filter_rows == 3 ? 0.2 : 0.4;
+    cost.activation = 0.2;
+    // StoreInside is compiled where registers allow it in addition to the other stores.
+    const bool inside = direct && (instance->tma || instance->vec == 1) && !instance->any();
+    cost.clamps = inside ? 0.06 : 0.4;
+  }
+  return cost;
+}
+
 }  // namespace
 
 std::vector<KernelDesc> Kernels() {
@@ -318,15 +340,7 @@ std::vector<KernelDesc> Kernels() {
 #define FUSED(...)
 #include "cuda/depthwise/kernels.def"
   for (KernelDesc& kernel : all) {
-    const bool direct = kernel.plan == MakePlan;
-    const auto* instance = direct ? static_cast<const Instance*>(kernel.instance) : nullptr;
-    // For 3x3, and for larger filters.
-    kernel.epilogue_cost.terms = direct && instance->filter_rows == 3 ? 0.2 : 0.4;
-    kernel.epilogue_cost.activation = 0.2;
-    // StoreInside is compiled where registers allow it in addition to the other stores.
-    const bool inside = kernel.plan == PlanPairs ||
-                        (direct && (instance->tma || instance->vec == 1) && !instance->any());
-    kernel.epilogue_cost.clamps = inside ? 0.06 : 0.4;
+    kernel.epilogue_cost = EpilogueCostOf(kernel);
   }
   return all;
 }

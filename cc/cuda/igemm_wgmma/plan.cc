@@ -297,13 +297,15 @@ Status PlanIgemmWgmma(const KernelDesc& kernel, const ConvProblem& asked, const 
 }
 
 // Cycles of a consumer for an output. Scale, bias and a clamp: on the fragments of 16-bit results, the
-// same behind slots (slot_store_sm90.cuh), and of float32 results or in the loop of other activations;
-// silu; a residual, whose latency is exposed but behind slots. In 16 bits twice as much where 192
-// accumulators leave no registers (silu in smaller parts, a residual not loaded ahead), and for a
-// residual in swap-AB, whose warps synchronise twice for 32 pixels. Fitted to 300 times of fused
-// layers.
-constexpr double kClampCycles = 0.14, kSlotClampCycles = 0.09, kLoopCycles = 0.48;
-constexpr double kSiluCycles = 0.4, kResidualCycles = 0.3;
+// same behind slots (slot_store_sm90.cuh), and of float32 results. The loop of other activations over
+// 16-bit results; silu in it, and in float32. A residual, whose latency is exposed but behind slots.
+// Silu takes twice as much where nothing hides it: 192 accumulators leave few registers, and with a
+// stationary filter the main loop is too short. So does a residual with 192 accumulators, which leave
+// no registers to load ahead, and in swap-AB, whose warps synchronise twice for 32 pixels. Fitted to
+// 300 times of fused layers; silu measured.
+constexpr double kClampCycles = 0.14, kSlotClampCycles = 0.09, kWideCycles = 0.48;
+constexpr double kLoopCycles = 0.2, kSiluCycles = 0.18, kWideSiluCycles = 0.4;
+constexpr double kResidualCycles = 0.3;
 
 EpilogueCost EpilogueCostOf(const KernelDesc& kernel) {
   const auto& instance = *static_cast<const Instance*>(kernel.instance);
@@ -312,9 +314,10 @@ EpilogueCost EpilogueCostOf(const KernelDesc& kernel) {
   const bool wide = kernel.dtype == DType::kF32;
   const bool slots = instance.Is(kPointwise) && !instance.Is(kSwapAb);
   const bool full = !wide && instance.tile_m == 192;
-  cost.clamps = wide ? kLoopCycles : slots ? kSlotClampCycles : kClampCycles;
-  cost.terms = kLoopCycles;
-  cost.activation = kSiluCycles * (full ? 2 : 1);
+  const bool exposed = full || (slots && instance.WeightStationary());
+  cost.clamps = wide ? kWideCycles : slots ? kSlotClampCycles : kClampCycles;
+  cost.terms = wide ? kWideCycles : kLoopCycles;
+  cost.activation = wide ? kWideSiluCycles : kSiluCycles * (exposed ? 2 : 1);
   cost.residual = slots ? 0 : kResidualCycles * (full || instance.Is(kSwapAb) ? 2 : 1);
   return cost;
 }
