@@ -92,7 +92,8 @@ double Parts(const Geometry& geometry, int64_t slices) {
 }
 
 TimeTerms ClusterTerms(const Instance& instance, const Traffic& traffic, const Geometry& geometry,
-                       int64_t slices, const Gpu& gpu) {
+                       const Work& work, const Gpu& gpu) {
+  const int64_t slices = work.slices;
   const double sms = gpu.sm_count * (slices > 2 ? kClusterSmShare : 1);
   const auto ctas = static_cast<double>(geometry.tiles * slices);
   const double ctas_of_sm = std::ceil(ctas / sms);
@@ -101,11 +102,13 @@ TimeTerms ClusterTerms(const Instance& instance, const Traffic& traffic, const G
       static_cast<double>(instance.tile_m) * RowCycles(traffic.pitch_a) +
       static_cast<double>(instance.tile_n) * kSharedRowShare * RowCycles(traffic.pitch_b);
   const double exchange = slices > 1 ? kClusterExchangeCycles : 0;
+  const double epilogue =
+      static_cast<double>(instance.tile_m * instance.tile_n) * work.epilogue_cycles;
   TimeTerms terms;
   terms.loads = Parts(geometry, slices) * std::max(waves * kClusterLoadCycles, ctas_of_sm * rows) /
                 gpu.cycles_per_us();
   terms.launch = kClusterLaunchUs +
-                 ctas_of_sm * (kClusterStoreCycles + exchange) / gpu.cycles_per_us() +
+                 ctas_of_sm * (kClusterStoreCycles + exchange + epilogue) / gpu.cycles_per_us() +
                  traffic.tensors / gpu.dram_bytes_per_us;
   return terms;
 }
@@ -116,7 +119,7 @@ TimeTerms TermsOf(const Instance& instance, const ConvProblem& problem, const Ge
                   const Work& work, const Gpu& gpu) {
   const Traffic traffic(problem);
   const int64_t slices = work.slices, partial_bytes = work.partial_bytes;
-  if (instance.Is(kCluster)) return ClusterTerms(instance, traffic, geometry, slices, gpu);
+  if (instance.Is(kCluster)) return ClusterTerms(instance, traffic, geometry, work, gpu);
   const bool wgrad = problem.op == Op::kWgrad, tf32 = problem.lhs_dtype() == DType::kF32;
   const bool wgrad_filter_row = wgrad && instance.Is(kFilterRow);
   const bool pingpong = instance.Is(kPingpong), stationary = instance.WeightStationary();
