@@ -54,14 +54,14 @@ ROBUST = 0.03
 # A row weighs half where the best alternative differs by this much (in the logarithm), and at least
 # LEAST_WEIGHT.
 NEAR = 0.3
-LEAST_WEIGHT = 0.05
+LEAST_WEIGHT = 0.15
 
 # The exposed shares that are tried.
 EXPOSED = (0.125, 0.15, 0.175, 0.2, 0.225)
 
 # The second fit. The share of XLA's time is kXlaShare of cc/cuda/select.cc.
 UNCERTAIN = 0.03
-LOST = 100.0  # what a loss of 100 % counts, beside squares in units of ROBUST
+LOST = 200.0  # what a loss of 100 % counts, beside squares in units of ROBUST
 XLA_SHARE = 0.99
 
 # Bounds of the shares and of the fixed microseconds. Launches, the first and the last tile take at
@@ -85,14 +85,11 @@ UNFITTED_US = 3.0
 XLA_US = 12.0
 XLA_FIXED = {
     ("xla pointwise", "fprop, dgrad", "16-bit"),
-    ("xla pointwise", "wgrad", "16-bit"),
-    ("xla depthwise", "fprop, dgrad", "16-bit"),
-    ("xla depthwise", "fprop, dgrad", "fp32"),
 }
 SPREAD = 1.5
 
 # Forms that take the parameters of the nearest form until they have OWN_ROWS measured rows.
-OWN_ROWS = 20
+OWN_ROWS = 16
 GATHER, WGRAD = "fprop, dgrad", "wgrad"
 NEAREST: dict[Name, Name] = {
     ("igemm_wmma", GATHER, "16-bit"): ("igemm_wmma", WGRAD, "tf32"),
@@ -110,11 +107,13 @@ NEAREST: dict[Name, Name] = {
     ("block_diagonal rows", GATHER, "tf32"): ("block_diagonal runs", GATHER, "16-bit"),
     ("igemm_simt", GATHER, "16-bit"): ("igemm_simt", GATHER, "fp32"),
     ("igemm_simt", WGRAD, "16-bit"): ("igemm_simt", GATHER, "fp32"),
-    ("few_channels", GATHER, "tf32"): ("few_channels", GATHER, "16-bit"),
-    ("few_channels", GATHER, "3xtf32"): ("few_channels", GATHER, "16-bit"),
+    ("few_channels", "fprop", "3xtf32"): ("few_channels", "fprop", "tf32"),
+    ("few_channels", "dgrad", "tf32"): ("few_channels", "dgrad", "16-bit"),
+    ("few_channels", "dgrad", "3xtf32"): ("few_channels", "dgrad", "16-bit"),
     ("few_channels", WGRAD, "tf32"): ("few_channels", WGRAD, "16-bit"),
     ("few_channels", WGRAD, "3xtf32"): ("few_channels", WGRAD, "16-bit"),
     ("xla dilated wgrad", WGRAD, "tf32"): ("xla dilated wgrad", WGRAD, "16-bit"),
+    ("xla few channels", WGRAD, "16-bit"): ("xla few channels", WGRAD, "tf32"),
     ("xla dense", WGRAD, "fp32"): ("xla dense", GATHER, "fp32"),
 }
 

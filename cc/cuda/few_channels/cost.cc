@@ -50,19 +50,20 @@ TileCycles CyclesOfTile(const Instance& instance, const ConvProblem& problem, co
       gpu.mma_sync_per_clock * 2 / static_cast<double>(tiling.width) / (tiling.three_tf32 ? 3 : 1);
   TileCycles tile;
   if (problem.op == Op::kFprop) {
-    tile.tensor_cores = k_blocks * extent * kColumns * reduced / rate;
-    tile.loads = CopyCycles(instance, tiling);
-    tile.stores =
+    // The same warps copy, multiply and store.
+    tile.tensor_cores =
+        k_blocks * extent * kColumns * reduced / rate + CopyCycles(instance, tiling) +
         extent / kStoreRows * (kStoreCycles + (params.k_vector != 0 ? 0 : kNarrowStoreCycles));
     tile.start = kTableCycles;
     tile.latency = kTileLatency + kBlockLatency * k_blocks;
   } else if (problem.op == Op::kDgrad) {
     const double rows = static_cast<double>(params.rows.filter) / params.rows.stride;
-    tile.tensor_cores = rows * k_blocks * kDgradPixels * extent * reduced / rate;
+    // The warps that multiply also add up the terms of the outputs.
+    tile.tensor_cores =
+        rows * k_blocks * kDgradPixels * extent * reduced / rate +
+        static_cast<double>(params.tile_rows) * params.tile_columns * params.c * kSumCycles;
     tile.loads = static_cast<double>(tiling.halo_elements * tiling.width) / kLineBytes *
                  std::ceil(k_blocks / kBlocksOfLine) * kLineCycles;
-    tile.stores =
-        static_cast<double>(params.tile_rows) * params.tile_columns * params.c * kSumCycles;
     tile.start = kFilterCycles;
     tile.latency = kTileOfDyLatency;
   } else {

@@ -28,7 +28,6 @@ constexpr int64_t kMaxWorkspaceBytes = 64'000'000;
 constexpr int64_t kMaxGridY = 65535;
 constexpr int64_t kMostChunkChannels = 16;
 
-
 int64_t FloorDiv(int64_t a, int64_t b) { return a >= 0 ? a / b : -CeilDiv(-a, b); }
 int64_t RoundUp(int64_t a, int64_t b) { return CeilDiv(a, b) * b; }
 
@@ -459,7 +458,7 @@ Status MakePlan(const KernelDesc& kernel, const ConvProblem& asked, const Gpu& g
   plan->slices = wgrad ? ctas : 1;
   plan->workspace_bytes = WorkspaceBytes(problem, plan->slices);
   plan->terms = TermsOf(instance, problem, gpu, tiling, EpilogueBytes(asked), ctas);
-  plan->form = FormTimeOf("few_channels", OperationsName(problem),
+  plan->form = FormTimeOf("few_channels", Name(problem.op),
                           OperandsName(problem, /*tf32=*/true, kernel.three_tf32));
   plan->microseconds = PredictedMicroseconds(plan->terms, plan->form);
   plan->params = std::move(launch);
@@ -470,7 +469,7 @@ Status MakePlan(const KernelDesc& kernel, const ConvProblem& asked, const Gpu& g
 // next row's loads. Measured on 256 images, 3x3/2 with relu6: 113.4 us, without 110.7.
 constexpr double kRowsClampCycles = 0.008;
 // The same of other forms with 16-bit results; and silu. Fitted to fused stems.
-constexpr double kClampCycles = 0.12, kSiluCycles = 0.6;
+constexpr double kClampCycles = 0.06, kSiluCycles = 0.6;
 
 PlanFunction PlanOf(const Instance&) { return MakePlan; }
 PlanFunction PlanOf(const RowsInstance&) { return PlanRows; }
@@ -535,8 +534,9 @@ std::vector<KernelDesc> Kernels() {
 #define FUSED(...)
 #include "cuda/few_channels/kernels.def"
   for (KernelDesc& kernel : all) {
+    kernel.epilogue_cost.of_products = kernel.plan != PlanRows;
     kernel.epilogue_cost.activation = kSiluCycles;
-    kernel.epilogue_cost.clamps = kernel.plan == PlanRows           ? kRowsClampCycles
+    kernel.epilogue_cost.clamps = kernel.plan == PlanRows        ? kRowsClampCycles
                                   : ByteWidth(kernel.dtype) == 2 ? kClampCycles
                                                                  : kernel.epilogue_cost.terms;
     if (kernel.plan != MakePlan) continue;
