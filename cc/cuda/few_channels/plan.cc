@@ -468,7 +468,9 @@ Status MakePlan(const KernelDesc& kernel, const ConvProblem& asked, const Gpu& g
 // SM cycles that scale, bias and a clamp add to an output of the rows forms: they hide behind the
 // next row's loads. Measured on 256 images, 3x3/2 with relu6: 113.4 us, without 110.7.
 constexpr double kRowsClampCycles = 0.008;
-// The same of other forms with 16-bit results; and silu. Fitted to fused stems.
+// The same with silu or hard_swish; not measured, as in the depthwise form of pairs.
+constexpr double kRowsSwishCycles = 0.07;
+// The clamp of other forms with 16-bit results; and silu. Fitted to fused stems.
 constexpr double kClampCycles = 0.06, kSiluCycles = 0.6;
 
 PlanFunction PlanOf(const Instance&) { return MakePlan; }
@@ -534,11 +536,11 @@ std::vector<KernelDesc> Kernels() {
 #define FUSED(...)
 #include "cuda/few_channels/kernels.def"
   for (KernelDesc& kernel : all) {
-    kernel.epilogue_cost.of_products = kernel.plan != PlanRows;
-    kernel.epilogue_cost.activation = kSiluCycles;
-    kernel.epilogue_cost.clamps = kernel.plan == PlanRows        ? kRowsClampCycles
-                                  : ByteWidth(kernel.dtype) == 2 ? kClampCycles
-                                                                 : kernel.epilogue_cost.terms;
+    EpilogueCost& cost = kernel.epilogue_cost;
+    cost.of_products = kernel.plan != PlanRows;
+    cost.activation = kSiluCycles;
+    if (ByteWidth(kernel.dtype) == 2) cost.clamps = kClampCycles;
+    if (kernel.plan == PlanRows) cost.clamps = kRowsClampCycles, cost.swish = kRowsSwishCycles;
     if (kernel.plan != MakePlan) continue;
     kernel.three_tf32 = static_cast<const Instance*>(kernel.instance)->three_tf32;
   }
