@@ -79,7 +79,7 @@ STARTS = ((0.4, 0.7, 3.0), (0.7, 0.4, 7.0), (0.1, 0.1, 7.0), (0.9, 1.0, 1.0))
 # XLA's convolutions, whose own fits differ little: XLA_FIXED has the others. The DRAM share in forms
 # where the ratio of the SM's longest term to DRAM is the same in all rows up to the factor SPREAD: it
 # is 1.
-ROWS = 20
+ROWS = 25
 SHORT_US = 60.0
 UNFITTED_US = 3.0
 XLA_US = 12.0

@@ -8,6 +8,9 @@
 
 namespace jaxconv {
 
+// An activation's time relative to silu's in 16-bit kernels, measured on an H200; 0 for a clamp.
+double ActivationFactor(Activation activation);
+
 // What the terms of an epilogue but statistics cost for an output.
 double EpilogueCycles(const EpilogueCost& cost, const Epilogue& epilogue);
 

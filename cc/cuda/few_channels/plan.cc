@@ -470,8 +470,8 @@ Status MakePlan(const KernelDesc& kernel, const ConvProblem& asked, const Gpu& g
 constexpr double kRowsClampCycles = 0.008;
 // The same with silu or hard_swish; not measured, as in the depthwise form of pairs.
 constexpr double kRowsSwishCycles = 0.07;
-// The clamp of other forms with 16-bit results; and silu. Fitted to fused stems.
-constexpr double kClampCycles = 0.06, kSiluCycles = 0.6;
+// The clamp of other forms with 16-bit results, silu in 16 bits and in float32. Fitted to fused stems.
+constexpr double kClampCycles = 0.06, kSiluCycles = 0.15, kWideSiluCycles = 1;
 
 PlanFunction PlanOf(const Instance&) { return MakePlan; }
 PlanFunction PlanOf(const RowsInstance&) { return PlanRows; }
@@ -538,8 +538,8 @@ std::vector<KernelDesc> Kernels() {
   for (KernelDesc& kernel : all) {
     EpilogueCost& cost = kernel.epilogue_cost;
     cost.of_products = kernel.plan != PlanRows;
-    cost.activation = kSiluCycles;
-    if (ByteWidth(kernel.dtype) == 2) cost.clamps = kClampCycles;
+    cost.activation = kWideSiluCycles;
+    if (ByteWidth(kernel.dtype) == 2) cost.clamps = kClampCycles, cost.activation = kSiluCycles;
     if (kernel.plan == PlanRows) cost.clamps = kRowsClampCycles, cost.swish = kRowsSwishCycles;
     if (kernel.plan != MakePlan) continue;
     kernel.three_tf32 = static_cast<const Instance*>(kernel.instance)->three_tf32;

@@ -161,12 +161,13 @@ TimeTerms TermsOf(const Instance& instance, const ConvProblem& problem, const Ge
     copies += static_cast<double>(instance.tile_m / KBlockElements(problem.lhs_dtype()) - 1);
   }
   const double issue = kCopyCycles * copies / geometry.taps_per_stage;
+  const double finished =
+      work.clamps ? tile_n : static_cast<double>(params.gemm_n) / static_cast<double>(n_tiles);
   // A single column tile stores only the columns that exist.
   const double out_bytes = split ? 4 : static_cast<double>(ByteWidth(problem.output_dtype()));
   const double store = tile_m * (n_tiles == 1 ? static_cast<double>(params.gemm_n) : columns) *
                            out_bytes / kStoreBytesPerCycle +
-                       // All columns pass through the epilogue.
-                       (split ? 0 : tile_m * tile_n * work.epilogue_cycles / consumers);
+                       (split ? 0 : tile_m * finished * work.epilogue_cycles / consumers);
   // Except in pingpong forms the tensor cores wait for the store of each tile.
   const double multiply = pingpong ? PingpongCycles(waves, parts / waves * tensor, store)
                                    : parts * tensor + (waves - 1) * store;

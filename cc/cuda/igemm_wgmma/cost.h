@@ -16,6 +16,7 @@ struct Work {
   int64_t partial_bytes = 0;   // that split-K slices write
   bool dynamic = false;        // tiles are scheduled dynamically
   double epilogue_cycles = 0;  // of a consumer for an output
+  bool clamps = true;          // for all columns of a tile; others for those that exist
 };
 
 // Of all kernels of the call.

@@ -219,14 +219,15 @@ Status PlanIgemmWgmma(const KernelDesc& kernel, const ConvProblem& asked, const 
   const bool dynamic = Dynamic(instance, problem);
   plan->form = FormTimeOf("igemm_wgmma", OperationsName(problem),
                           OperandsName(problem, /*tf32=*/true, instance.Is(kThreeTf32)));
-  const double epilogue_cycles =
-      problem.epilogue.statistics ? StatisticsCycles(instance, problem)
-      : kernel.fused              ? EpilogueCycles(kernel.epilogue_cost, problem.epilogue)
-                                  : 0;
+  const bool clamps = ActivationFactor(problem.epilogue.activation) == 0 && !problem.epilogue.pre;
+  const double epilogue_cycles = problem.epilogue.statistics ? StatisticsCycles(instance, problem)
+                                 : kernel.fused
+                                     ? EpilogueCycles(kernel.epilogue_cost, problem.epilogue)
+                                     : 0;
   auto terms = [&](int64_t count) {
     const int64_t partial_bytes = PartialBytes(instance, geometry, count);
-    return TermsOf(instance, problem, geometry, {count, partial_bytes, dynamic, epilogue_cycles},
-                   gpu);
+    return TermsOf(instance, problem, geometry,
+                   {count, partial_bytes, dynamic, epilogue_cycles, clamps}, gpu);
   };
   auto microseconds = [&](int64_t count) {
     return PredictedMicroseconds(terms(count), plan->form);
