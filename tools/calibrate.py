@@ -85,6 +85,7 @@ UNFITTED_US = 3.0
 XLA_US = 12.0
 XLA_FIXED = {
     ("xla pointwise", "fprop, dgrad", "16-bit"),
+    ("xla pointwise", "wgrad", "16-bit"),
 }
 SPREAD = 1.5
 
@@ -114,6 +115,7 @@ NEAREST: dict[Name, Name] = {
     ("few_channels", WGRAD, "3xtf32"): ("few_channels", WGRAD, "16-bit"),
     ("xla dilated wgrad", WGRAD, "tf32"): ("xla dilated wgrad", WGRAD, "16-bit"),
     ("xla few channels", WGRAD, "16-bit"): ("xla few channels", WGRAD, "tf32"),
+    ("xla few channels", "dgrad", "tf32"): ("xla few channels", "dgrad", "16-bit"),
     ("xla dense", WGRAD, "fp32"): ("xla dense", GATHER, "fp32"),
 }
 
