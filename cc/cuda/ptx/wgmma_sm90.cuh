@@ -93,6 +93,7 @@ __device__ __forceinline__ void Wgmma(float (&d)[kN / 2], uint64_t a, uint64_t b
 #define JAXCONV_R56 JAXCONV_R48 ", %48, %49, %50, %51, %52, %53, %54, %55"
 #define JAXCONV_R64 JAXCONV_R60 ", " JAXCONV_R4(6)
 #define JAXCONV_R80 JAXCONV_R60 ", " JAXCONV_R10(6) ", " JAXCONV_R10(7)
+#define JAXCONV_R84 JAXCONV_R80 ", " JAXCONV_R4(8)
 #define JAXCONV_R96 JAXCONV_R90 ", %90, %91, %92, %93, %94, %95"
 #define JAXCONV_R104 JAXCONV_R90 ", " JAXCONV_R10(9) ", %100, %101, %102, %103"
 #define JAXCONV_R112 JAXCONV_R90 ", " JAXCONV_R10(9) ", " JAXCONV_R10(10) ", %110, %111"
@@ -124,6 +125,8 @@ JAXCONV_WGMMA_TYPES(96, JAXCONV_R48, 48, 49, 50, 51, 52, JAXCONV_D32(0), JAXCONV
 JAXCONV_WGMMA_TYPES(128, JAXCONV_R64, 64, 65, 66, 67, 68, JAXCONV_D32(0), JAXCONV_D32(32))
 JAXCONV_WGMMA_TYPES(160, JAXCONV_R80, 80, 81, 82, 83, 84, JAXCONV_D32(0), JAXCONV_D32(32),
                     JAXCONV_D16(64))
+JAXCONV_WGMMA_TYPES(168, JAXCONV_R84, 84, 85, 86, 87, 88, JAXCONV_D32(0), JAXCONV_D32(32),
+                    JAXCONV_D16(64), JAXCONV_D4(80))
 JAXCONV_WGMMA_TYPES(192, JAXCONV_R96, 96, 97, 98, 99, 100, JAXCONV_D32(0), JAXCONV_D32(32),
                     JAXCONV_D32(64))
 JAXCONV_WGMMA_TYPES(224, JAXCONV_R112, 112, 113, 114, 115, 116, JAXCONV_D32(0), JAXCONV_D32(32),
@@ -250,6 +253,7 @@ JAXCONV_WGMMA_INT8_TYPES(256, JAXCONV_R128, 128, 129, 130, JAXCONV_I32(0), JAXCO
 #undef JAXCONV_R112
 #undef JAXCONV_R104
 #undef JAXCONV_R96
+#undef JAXCONV_R84
 #undef JAXCONV_R80
 #undef JAXCONV_R64
 #undef JAXCONV_R56
@@ -269,14 +273,15 @@ JAXCONV_WGMMA_INT8_TYPES(256, JAXCONV_R128, 128, 129, 130, JAXCONV_I32(0), JAXCO
 
 template <int kN, typename T, bool kMnMajorA, bool kMnMajorB>
 __device__ __forceinline__ void Wgmma(float (&d)[kN / 2], uint64_t a, uint64_t b, int accumulate) {
-  static_assert(kN == 48 || kN == 64 || kN == 96 || kN == 128 || kN == 160 || kN == 192 ||
-                kN == 224 || kN == 256);
+  static_assert(kN == 48 || kN == 64 || kN == 96 || kN == 128 || kN == 160 || kN == 168 ||
+                kN == 192 || kN == 224 || kN == 256);
   static_assert(sizeof(T) == 2 || (!kMnMajorA && !kMnMajorB), "TF32 operands are K-major");
   if constexpr (kN == 48) Wgmma48<kMnMajorA, kMnMajorB>(T{}, d, a, b, accumulate);
   if constexpr (kN == 64) Wgmma64<kMnMajorA, kMnMajorB>(T{}, d, a, b, accumulate);
   if constexpr (kN == 96) Wgmma96<kMnMajorA, kMnMajorB>(T{}, d, a, b, accumulate);
   if constexpr (kN == 128) Wgmma128<kMnMajorA, kMnMajorB>(T{}, d, a, b, accumulate);
   if constexpr (kN == 160) Wgmma160<kMnMajorA, kMnMajorB>(T{}, d, a, b, accumulate);
+  if constexpr (kN == 168) Wgmma168<kMnMajorA, kMnMajorB>(T{}, d, a, b, accumulate);
   if constexpr (kN == 192) Wgmma192<kMnMajorA, kMnMajorB>(T{}, d, a, b, accumulate);
   if constexpr (kN == 224) Wgmma224<kMnMajorA, kMnMajorB>(T{}, d, a, b, accumulate);
   if constexpr (kN == 256) Wgmma256<kMnMajorA, kMnMajorB>(T{}, d, a, b, accumulate);
