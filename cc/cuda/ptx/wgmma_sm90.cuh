@@ -4,8 +4,8 @@
 // Both operands lie in rows of 128 bytes, 64 elements of 16 bits or 32 of 32 bits, as TMA's
 // 128-byte swizzle stores them. Rows of 32-bit elements must run along the reduction (K-major).
 // Bytes, K-major too, may lie in rows of 64 or 32 bytes with the swizzle of that width.
-// Alternatively, K-major operands consist of core matrices: 8 rows by 16 bytes in 128 contiguous
-// bytes, without a swizzle. Descriptor: address / 16 in bits 0-13, leading offset / 16 in 16-29,
+// Alternatively, operands consist of core matrices: 8 rows by 16 bytes in 128 contiguous bytes,
+// without a swizzle; of MN-major operands 8 columns in each of 8 rows of the reduction. Descriptor: address / 16 in bits 0-13, leading offset / 16 in 16-29,
 // stride offset / 16 in 32-45, layout 1, 2 or 3 (swizzle of 128, 64, 32 bytes) or 0 (core matrices)
 // in 62-63; swizzled buffers start at multiples of eight rows.
 //     K-major     a row is 128 bytes of the reduction; 8 rows are 1024 bytes (the stride
@@ -14,7 +14,7 @@
 //                 offset), the next 64 columns lie a leading offset on, the next 16 of the
 //                 reduction 2048 bytes on. With the swizzle of 64 (32) bytes a row is 32 (16) columns
 //     core        the next 16 bytes of the reduction lie a leading offset on, the next 8 rows a
-//                 stride offset
+//                 stride offset; MN-major: the next 8 of the reduction, the next 8 columns
 // Accumulators: warp w of the warpgroup has rows 16 w..; with lane = 4 g + t, d[4 j] and d[4 j + 1]
 // are row g, columns 8 j + 2 t and the next; d[4 j + 2] and d[4 j + 3] the same of row g + 8.
 #ifndef JAXCONV_CUDA_PTX_WGMMA_SM90_CUH_
@@ -52,6 +52,12 @@ __device__ __forceinline__ uint64_t MnMajorDescriptor(uint32_t shared, uint32_t 
 template <int kLeadingBytes>
 __device__ __forceinline__ uint64_t MnMajorDescriptor(uint32_t shared) {
   return MnMajorDescriptor(shared, kLeadingBytes);
+}
+// Core matrices of an MN-major operand.
+template <int kLeadingBytes>
+__device__ __forceinline__ uint64_t MnMajorCoreDescriptor(uint32_t shared, uint32_t stride_bytes) {
+  return DescriptorOf((shared & 0x3ffff) >> 4 | uint32_t{kLeadingBytes >> 4} << 16,
+                      stride_bytes >> 4);
 }
 template <int kLeadingBytes, int kStrideBytes>
 __device__ __forceinline__ uint64_t CoreMatrixDescriptor(uint32_t shared) {
