@@ -51,8 +51,7 @@ Layout LayoutOf(const DenseTensor& tensor) {
     layout.extent[i] = tensor.extent[i];
     bytes *= tensor.extent[i];
     if (i + 1 < tensor.rank) {
-      layout.stride[i] =
-          tensor.stride[i + 1] == 0 ? bytes : tensor.stride[i + 1] * width;
+      layout.stride[i] = tensor.stride[i + 1] == 0 ? bytes : tensor.stride[i + 1] * width;
     }
   }
   return layout;

@@ -87,13 +87,12 @@ __global__ void __launch_bounds__(Tag::kThreads, 1)
   constexpr int kPlanes = kShape.row_planes, kSpreaders = RowWindowsInstance::kSpreaders;
   constexpr uint32_t kGroups = RowWindowsInstance::kGroups;
   extern __shared__ __align__(1024) unsigned char shared[];
-  __shared__ __align__(8) uint64_t
-      barriers[2 * (kGroups + kShape.gradient_rows() + RowWindowsInstance::kRawGroups)];
+  __shared__ __align__(8)
+      uint64_t barriers[2 * (kGroups + kShape.gradient_rows() + RowWindowsInstance::kRawGroups)];
   const uint32_t plane_bytes = params.pixels * 16, gradient_bytes = params.pixels * 128;
   const uint32_t group_bytes = plane_bytes * (kRows * kPlanes);
   const uint32_t gradients = SharedAddress(shared);
-  const uint32_t groups =
-      gradients + kShape.gradient_rows() * kShape.consumers * gradient_bytes;
+  const uint32_t groups = gradients + kShape.gradient_rows() * kShape.consumers * gradient_bytes;
   const uint32_t raw = groups + (kGroups + kWindow - 1) * group_bytes;
   const SlotRing<kGroups> ring{SharedAddress(barriers)};
   const SlotRing<kShape.gradient_rows()> gradient_ring{ring.barriers + 2 * kGroups * 8};
@@ -265,7 +264,8 @@ __global__ void __launch_bounds__(Tag::kThreads, 1)
     for (int e = 0; e < 4; ++e) {
       const int of_row = j % kPlanes * 8 + lane % 4 * 2 + e % 2, k = n + e / 2 * 8;
       if (of_row < params.row_elements && k < params.k) {
-        out[(j / kPlanes * params.row_elements + of_row) * params.k + k] = WgmmaResult(acc[j * 4 + e]);
+        out[(j / kPlanes * params.row_elements + of_row) * params.k + k] =
+            WgmmaResult(acc[j * 4 + e]);
       }
     }
   }
@@ -309,8 +309,8 @@ struct RowWindows {
     config.grid = dim3(static_cast<unsigned>(params.grid_x), static_cast<unsigned>(params.grid_y));
     config.threads = Tag::kThreads;
     config.shared_bytes = static_cast<size_t>(params.shared_bytes);
-    JAXCONV_RETURN_IF_ERROR(jaxconv::Launch<RowWindowsKernel<Tag>>(
-        plan.kernel->name, config, stream, params, x_map, dy_map));
+    JAXCONV_RETURN_IF_ERROR(jaxconv::Launch<RowWindowsKernel<Tag>>(plan.kernel->name, config,
+                                                                   stream, params, x_map, dy_map));
     return ReduceSlices<Epilogue>(static_cast<const float*>(operands.workspace),
                                   params.out_elements, plan.slices, params.k, EpilogueParams(),
                                   operands.out, kType, stream);

@@ -87,17 +87,17 @@ struct RowWindowsInstance {
 
 // The parameter block of row_windows_sm90.cuh. A launch sets the pointer.
 struct WindowsParams {
-  void* out = nullptr;                       // float32 sums, one filter after another
-  int64_t out_elements = 0;                  // of all batches' filters
-  int64_t w_batch = 0;                       // of a batch's filter
-  int32_t images = 1, batch_images = 1;      // of all batches; of one batch
-  int32_t k = 8, row_elements = 1;           // output channels; elements of a filter row
-  int32_t x_rows = 1, x_row_words = 2;       // words of 8 bytes
+  void* out = nullptr;                   // float32 sums, one filter after another
+  int64_t out_elements = 0;              // of all batches' filters
+  int64_t w_batch = 0;                   // of a batch's filter
+  int32_t images = 1, batch_images = 1;  // of all batches; of one batch
+  int32_t k = 8, row_elements = 1;       // output channels; elements of a filter row
+  int32_t x_rows = 1, x_row_words = 2;   // words of 8 bytes
   int32_t out_columns = 1, pad_rows = 0;
-  int32_t units = 1;                         // rows of y in strips, of one batch
-  FastDivmod out_rows, strips;               // rows of y; strips across
-  FastDivmod column_parts;                   // of 64 channels for each consumer
-  int32_t pixels = 16;                       // of a strip, a multiple of 16
+  int32_t units = 1;            // rows of y in strips, of one batch
+  FastDivmod out_rows, strips;  // rows of y; strips across
+  FastDivmod column_parts;      // of 64 channels for each consumer
+  int32_t pixels = 16;          // of a strip, a multiple of 16
   // The first strip's first word of a row, the words from strip to strip, and the bytes from the
   // first word to pixel 0's window and from window to window.
   int32_t first_word = 0, strip_words = 0, lead_bytes = 0, step_bytes = 2;

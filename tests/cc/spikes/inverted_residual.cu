@@ -55,11 +55,11 @@ constexpr int kQuads = 11;                            // of 4 words, a lane's we
 
 // A lane's weights of a chunk in the order of kQuads x 4 words.
 struct ChunkWeights {
-  uint32_t expand[2][3];              // B fragments: 16 and 8 of the 24 channels
+  uint32_t expand[2][3];                  // B fragments: 16 and 8 of the 24 channels
   float expand_scale[4], expand_bias[4];  // two channels of both fragments, divided by 6
-  uint32_t taps[9][2];                // half2
-  uint32_t scale[2], bias[2];         // half2, of the depthwise step; bias divided by 6
-  uint32_t project[3][2];             // B fragments
+  uint32_t taps[9][2];                    // half2
+  uint32_t scale[2], bias[2];             // half2, of the depthwise step; bias divided by 6
+  uint32_t project[3][2];                 // B fragments
   uint32_t unused[2];
 };
 static_assert(sizeof(ChunkWeights) == kQuads * 16);
@@ -90,7 +90,8 @@ __global__ void __launch_bounds__(kStrips * 32, kCtasPerSm)
   extern __shared__ __align__(128) unsigned char shared[];
   const int first_row = static_cast<int>(blockIdx.x % (kSide / kRows)) * kRows;
   const int64_t image = blockIdx.x / (kSide / kRows);
-  const auto* from = reinterpret_cast<const unsigned char*>(x) + image * (kSide * kSide * kPixelBytes);
+  const auto* from =
+      reinterpret_cast<const unsigned char*>(x) + image * (kSide * kSide * kPixelBytes);
   const uint32_t tile = SharedAddress(shared);
   constexpr int kRowChunks = kSide * kPixelBytes / 16;
   for (int i = threadIdx.x; i < (kRows + 2) * kRowChunks; i += kStrips * 32) {
@@ -104,8 +105,8 @@ __global__ void __launch_bounds__(kStrips * 32, kCtasPerSm)
   const uint32_t first_inside = strip == 0 && g == 0 ? 0 : 0xffffffff;
   const uint32_t second_inside = strip == kStrips - 1 && g == 7 ? 0 : 0xffffffff;
   // A lane's row of the loaded matrices: 8 channels of a pixel.
-  const uint32_t load = tile + (strip * kStripColumns + lane % 8 * 2 + lane / 8 % 2) * kPixelBytes +
-                        lane / 16 * 16;
+  const uint32_t load =
+      tile + (strip * kStripColumns + lane % 8 * 2 + lane / 8 % 2) * kPixelBytes + lane / 16 * 16;
   float acc[kRows][3][4] = {};
   CopyAsyncWait<0>();
   __syncthreads();
@@ -190,13 +191,14 @@ __global__ void __launch_bounds__(kStrips * 32, kCtasPerSm)
         const int column = strip * kStripColumns + i - 1;
         const uint32_t word =
             LoadWord(tile + (o + 1) * kRowBytes + (column + 1) * kPixelBytes + n * 16 + t * 4);
-        const float2 residual = make_float2(__uint_as_float(word << 16),
-                                            __uint_as_float(word & 0xffff0000));
-        const __nv_bfloat162 pair = __floats2bfloat162_rn(
-            fmaf(acc[o][n][pixel * 2], scale.x, bias.x) + residual.x,
-            fmaf(acc[o][n][pixel * 2 + 1], scale.y, bias.y) + residual.y);
+        const float2 residual =
+            make_float2(__uint_as_float(word << 16), __uint_as_float(word & 0xffff0000));
+        const __nv_bfloat162 pair =
+            __floats2bfloat162_rn(fmaf(acc[o][n][pixel * 2], scale.x, bias.x) + residual.x,
+                                  fmaf(acc[o][n][pixel * 2 + 1], scale.y, bias.y) + residual.y);
         *reinterpret_cast<__nv_bfloat162*>(
-            y + ((image * kSide + first_row + o) * kSide + column) * kNarrow + n * 8 + t * 2) = pair;
+            y + ((image * kSide + first_row + o) * kSide + column) * kNarrow + n * 8 + t * 2) =
+            pair;
       }
     }
   }
@@ -211,7 +213,7 @@ void Require(cudaError_t error, const char* what) {
 float ToBf16(float value) { return __bfloat162float(__float2bfloat16(value)); }
 
 struct Weights {
-  std::vector<float> expand, taps, project;                           // (24, 144), (9, 144), (144, 24)
+  std::vector<float> expand, taps, project;  // (24, 144), (9, 144), (144, 24)
   std::vector<float> scale[3], bias[3];
 };
 
@@ -266,7 +268,8 @@ std::vector<uint32_t> Pack(const Weights& w) {
           of.expand_bias[f * 2 + i] = w.bias[0][channel + i] / 6;
         }
         for (int tap = 0; tap < 9; ++tap) {
-          of.taps[tap][f] = half_pair(w.taps[tap * kWide + channel], w.taps[tap * kWide + channel + 1]);
+          of.taps[tap][f] =
+              half_pair(w.taps[tap * kWide + channel], w.taps[tap * kWide + channel + 1]);
         }
         of.scale[f] = half_pair(w.scale[1][channel], w.scale[1][channel + 1]);
         of.bias[f] = half_pair(w.bias[1][channel] / 6, w.bias[1][channel + 1] / 6);
@@ -302,7 +305,8 @@ std::vector<double> Reference(const Weights& w, const std::vector<float>& x, boo
     for (int c = 0; c < kWide; ++c) {
       double sum = 0;
       for (int k = 0; k < kNarrow; ++k) sum += double{x[p * kNarrow + k]} * w.expand[k * kWide + c];
-      wide[size_t{static_cast<size_t>(p)} * kWide + c] = activate(sum * w.scale[0][c] + w.bias[0][c]);
+      wide[size_t{static_cast<size_t>(p)} * kWide + c] =
+          activate(sum * w.scale[0][c] + w.bias[0][c]);
     }
   }
   for (int p = 0; p < kPixels; ++p) {
@@ -341,24 +345,28 @@ template <int kRows, int kCtasPerSm>
 void Run(const Operands& operands, const Weights& w, const std::vector<float>& x, int images) {
   const auto kernel = Block<kRows, kCtasPerSm>;
   const int shared = (kRows + 2) * kRowBytes, grid = images * (kSide / kRows);
-  Require(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared), "shared");
+  Require(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared),
+          "shared");
   cudaFuncAttributes attributes;
   Require(cudaFuncGetAttributes(&attributes, kernel), "attributes");
   int ctas = 0;
-  Require(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&ctas, kernel, kStrips * 32, shared), "ctas");
+  Require(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&ctas, kernel, kStrips * 32, shared),
+          "ctas");
   const size_t elements = size_t{kSide} * kSide * kNarrow;
   Require(cudaMemset(operands.y[0], 0xff, elements * images * 2), "poison");
   auto launch = [&](int set, cudaStream_t stream) {
-    kernel<<<grid, kStrips * 32, shared, stream>>>(operands.x[set], operands.weights, operands.scale,
-                                                   operands.bias, operands.y[set]);
+    kernel<<<grid, kStrips * 32, shared, stream>>>(operands.x[set], operands.weights,
+                                                   operands.scale, operands.bias, operands.y[set]);
   };
   launch(0, nullptr);
   Require(cudaDeviceSynchronize(), "kernel");
   for (int image : {0, images - 1}) {
-    const std::vector<float> input(x.begin() + image * elements, x.begin() + (image + 1) * elements);
+    const std::vector<float> input(x.begin() + image * elements,
+                                   x.begin() + (image + 1) * elements);
     const std::vector<double> exact = Reference(w, input, false), three = Reference(w, input, true);
     std::vector<__nv_bfloat16> y(elements);
-    Require(cudaMemcpy(y.data(), operands.y[0] + image * elements, elements * 2, cudaMemcpyDeviceToHost),
+    Require(cudaMemcpy(y.data(), operands.y[0] + image * elements, elements * 2,
+                       cudaMemcpyDeviceToHost),
             "copy");
     double squares = 0, squares_of_three = 0, size = 0, worst = 0;
     for (size_t i = 0; i < elements; ++i) {
@@ -369,9 +377,10 @@ void Run(const Operands& operands, const Weights& w, const std::vector<float>& x
       if (!(std::fabs(error) <= worst)) worst = std::fabs(error);
     }
     const auto count = static_cast<double>(elements);
-    std::printf("  image %d: rms error %.3g, of three kernels %.3g, of values of %.3g; worst %.3g\n", image,
-                std::sqrt(squares / count), std::sqrt(squares_of_three / count),
-                std::sqrt(size / count), worst);
+    std::printf(
+        "  image %d: rms error %.3g, of three kernels %.3g, of values of %.3g; worst %.3g\n", image,
+        std::sqrt(squares / count), std::sqrt(squares_of_three / count), std::sqrt(size / count),
+        worst);
   }
   cudaStream_t stream;
   cudaGraph_t graph;
@@ -396,8 +405,9 @@ void Run(const Operands& operands, const Weights& w, const std::vector<float>& x
     times.push_back(ms * 1000 / kLaunches);
   }
   std::sort(times.begin(), times.end());
-  std::printf("%d rows, %d registers, %d CTAs an SM, %d bytes of stack: %.1f us (least %.1f)\n", kRows,
-              attributes.numRegs, ctas, static_cast<int>(attributes.localSizeBytes), times[5], times[0]);
+  std::printf("%d rows, %d registers, %d CTAs an SM, %d bytes of stack: %.1f us (least %.1f)\n",
+              kRows, attributes.numRegs, ctas, static_cast<int>(attributes.localSizeBytes),
+              times[5], times[0]);
 }
 
 }  // namespace
@@ -424,7 +434,8 @@ int main() {
     Require(cudaMemcpy(operands.x[i], rounded.data(), elements * 2, cudaMemcpyHostToDevice), "x");
   }
   Require(cudaMalloc(&operands.weights, packed.size() * 4), "weights");
-  Require(cudaMemcpy(operands.weights, packed.data(), packed.size() * 4, cudaMemcpyHostToDevice), "weights");
+  Require(cudaMemcpy(operands.weights, packed.data(), packed.size() * 4, cudaMemcpyHostToDevice),
+          "weights");
   std::vector<float> scale = w.scale[2];
   for (float& value : scale) value *= 6;
   Require(cudaMalloc(&operands.scale, kNarrow * 4), "scale");

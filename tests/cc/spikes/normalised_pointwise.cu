@@ -168,10 +168,9 @@ __global__ void __launch_bounds__((kConsumers + 1) * 128, 1)
 }
 
 // The pass: relu(scale x + bias), 8 channels a thread and step.
-__global__ void __launch_bounds__(256) NormalisePass(const uint4* __restrict__ x,
-                                                     const float* __restrict__ scale,
-                                                     const float* __restrict__ bias,
-                                                     uint4* __restrict__ y, int64_t chunks) {
+__global__ void __launch_bounds__(256)
+    NormalisePass(const uint4* __restrict__ x, const float* __restrict__ scale,
+                  const float* __restrict__ bias, uint4* __restrict__ y, int64_t chunks) {
   const int c = threadIdx.x % (kIn / 8) * 8;
   float2 scales[4], biases[4];
   for (int i = 0; i < 4; ++i) {
@@ -285,12 +284,15 @@ int main() {
     x_map[i] = MapOf(x_at[i], kPixels, kIn, kTile);
     y_map[i] = MapOf(y_at[i], kPixels, kOut, 64);
   }
-  const CUtensorMap w_map = MapOf(w_at, kOut, kIn, kOut), normal_map = MapOf(normal_at, kPixels, kIn, kTile);
+  const CUtensorMap w_map = MapOf(w_at, kOut, kIn, kOut),
+                    normal_map = MapOf(normal_at, kPixels, kIn, kTile);
   int sms = 0;
   Require(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, 0), "SMs");
   auto product = [&](auto transform, const CUtensorMap& from, int set, cudaStream_t stream) {
     constexpr auto kKernel = Pointwise<decltype(transform)::value>;
-    Require(cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes), "shared");
+    Require(
+        cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes),
+        "shared");
     kKernel<<<sms, (kConsumers + 1) * 128, kSharedBytes, stream>>>(
         from, w_map, y_map[set], scale_at, bias_at, static_cast<int>(kPixels / kTile));
   };
@@ -298,8 +300,9 @@ int main() {
   using Float = std::integral_constant<Transform, Transform::kFloat>;
   using Pairs = std::integral_constant<Transform, Transform::kPairs>;
   auto pass = [&](int set, cudaStream_t stream) {
-    NormalisePass<<<sms * 8, 256, 0, stream>>>(static_cast<const uint4*>(x_at[set]), scale_at, bias_at,
-                                               static_cast<uint4*>(normal_at), kPixels * kIn / 8);
+    NormalisePass<<<sms * 8, 256, 0, stream>>>(static_cast<const uint4*>(x_at[set]), scale_at,
+                                               bias_at, static_cast<uint4*>(normal_at),
+                                               kPixels * kIn / 8);
   };
   // Errors against float64 of every 401st pixel.
   auto check = [&](const char* name, const std::function<void(int, cudaStream_t)>& launch) {
@@ -331,8 +334,12 @@ int main() {
     pass(set, stream);
     product(None(), normal_map, set, stream);
   };
-  const auto in_float = [&](int set, cudaStream_t stream) { product(Float(), x_map[set], set, stream); };
-  const auto in_pairs = [&](int set, cudaStream_t stream) { product(Pairs(), x_map[set], set, stream); };
+  const auto in_float = [&](int set, cudaStream_t stream) {
+    product(Float(), x_map[set], set, stream);
+  };
+  const auto in_pairs = [&](int set, cudaStream_t stream) {
+    product(Pairs(), x_map[set], set, stream);
+  };
   check("pass and product", both);
   check("in one, float32", in_float);
   check("in one, bfloat16 pairs", in_pairs);
