@@ -34,6 +34,7 @@
 #include <cuda.h>
 
 #include <cstdint>
+#include <type_traits>
 
 #include "cuda/common/element.cuh"
 #include "cuda/common/epilogue.cuh"
@@ -76,7 +77,7 @@ struct SlotRing {
   }
 };
 
-template <class Tag>
+template <class Tag, int kPixels>
 __global__ void __launch_bounds__(Tag::kThreads, 1)
     RowWindowsKernel(const __grid_constant__ WindowsParams params,
                      const __grid_constant__ CUtensorMap x_map,
@@ -88,16 +89,16 @@ __global__ void __launch_bounds__(Tag::kThreads, 1)
   constexpr uint32_t kGroups = RowWindowsInstance::kGroups;
   extern __shared__ __align__(1024) unsigned char shared[];
   __shared__ __align__(8)
-      uint64_t barriers[2 * (kGroups + kShape.gradient_rows() + RowWindowsInstance::kRawGroups)];
-  const uint32_t plane_bytes = params.pixels * 16, gradient_bytes = params.pixels * 128;
-  const uint32_t group_bytes = plane_bytes * (kRows * kPlanes);
+      uint64_t barriers[2 * (kGroups + kShape.gradient_rows + RowWindowsInstance::kRawGroups)];
+  constexpr uint32_t kPlaneBytes = kPixels * 16, kGradientBytes = kPixels * 128;
+  constexpr uint32_t kGroupBytes = kPlaneBytes * (kRows * kPlanes);
   const uint32_t gradients = SharedAddress(shared);
-  const uint32_t groups = gradients + kShape.gradient_rows() * kShape.consumers * gradient_bytes;
-  const uint32_t raw = groups + (kGroups + kWindow - 1) * group_bytes;
+  const uint32_t groups = gradients + kShape.gradient_rows * kShape.consumers * kGradientBytes;
+  const uint32_t raw = groups + (kGroups + kWindow - 1) * kGroupBytes;
   const SlotRing<kGroups> ring{SharedAddress(barriers)};
-  const SlotRing<kShape.gradient_rows()> gradient_ring{ring.barriers + 2 * kGroups * 8};
+  const SlotRing<kShape.gradient_rows> gradient_ring{ring.barriers + 2 * kGroups * 8};
   const SlotRing<RowWindowsInstance::kRawGroups> raw_ring{gradient_ring.barriers +
-                                                          2 * kShape.gradient_rows() * 8};
+                                                          2 * kShape.gradient_rows * 8};
   if (threadIdx.x == 0) {
     ring.Init(4, 4 * kShape.consumers);  // warps
     gradient_ring.Init(1, 4 * kShape.consumers);
@@ -128,13 +129,13 @@ __global__ void __launch_bounds__(Tag::kThreads, 1)
         for (int32_t j = 0; j < band.count; ++j, ++i) {
           gradient_ring.WaitEmpty(i);
           if (ElectOne()) {
-            BarrierArriveExpect(gradient_ring.Full(i), kShape.consumers * gradient_bytes);
+            BarrierArriveExpect(gradient_ring.Full(i), kShape.consumers * kGradientBytes);
 #pragma unroll
             for (int part_of = 0; part_of < kShape.consumers; ++part_of) {
-              CopyTile4d(gradients + (i % kShape.gradient_rows() * kShape.consumers + part_of) *
-                                         gradient_bytes,
+              CopyTile4d(gradients + (i % kShape.gradient_rows * kShape.consumers + part_of) *
+                                         kGradientBytes,
                          &dy_map, gradient_ring.Full(i), n_first + part_of * kRowChannels,
-                         band.strip * params.pixels, band.row + j, image_first + band.image);
+                         band.strip * kPixels, band.row + j, image_first + band.image);
             }
           }
           __syncwarp();
@@ -160,19 +161,19 @@ __global__ void __launch_bounds__(Tag::kThreads, 1)
   if (warpgroup >= kShape.consumers) {
     // Spreads every other group. A thread has a pixel, of all rows or of every other one.
     if constexpr (Tag::kSetsRegisters) LowerRegisters<112>();
-    constexpr int kPixels = kShape.most_pixels(), kSteps = kRows * kPixels / 128;
+    constexpr int kOfRow = kPixels > 64 ? 128 : 64, kSteps = kRows * kOfRow / 128;
     const auto thread = static_cast<int32_t>(threadIdx.x % 128);
-    const int32_t pixel = thread % kPixels, row = thread / kPixels;
-    const bool in_strip = pixel < params.pixels;
+    const int32_t pixel = thread % kOfRow, row = thread / kOfRow;
+    const bool in_strip = pixel < kPixels;
     const uint32_t element = params.lead_bytes + pixel * params.step_bytes;
     const uint32_t misaligned = element % 4 * 8;  // bits
     const uint32_t from = raw + row * params.raw_row_bytes + element / 4 * 4;
-    const uint32_t to = groups + row * kPlanes * plane_bytes + pixel * 16;
+    const uint32_t to = groups + row * kPlanes * kPlaneBytes + pixel * 16;
     uint32_t group = 0;
     for (int32_t unit = first_unit; unit < end;) {
       const Band band(params.out_rows, params.strips, unit, end);
       unit += band.count;
-      const bool valid = pixel < params.out_columns - band.strip * params.pixels;
+      const bool valid = pixel < params.out_columns - band.strip * kPixels;
 #pragma unroll 1
       for (int32_t j = 0; j < band.count + kWindow - 1; ++j, ++group) {
         if (group % kSpreaders != static_cast<uint32_t>(warpgroup - kShape.consumers)) continue;
@@ -182,7 +183,7 @@ __global__ void __launch_bounds__(Tag::kThreads, 1)
 #pragma unroll
           for (int step = 0; step < kSteps; ++step) {
             const uint32_t at = from + group % raw_ring.kSlots * params.raw_group_bytes +
-                                step * (128 / kPixels) * params.raw_row_bytes;
+                                step * (128 / kOfRow) * params.raw_row_bytes;
             uint32_t word[kPlanes * 4 + 1];
 #pragma unroll
             for (int i = 0; i <= kPlanes * 4; ++i) word[i] = LoadWord(at + i * 4);
@@ -201,8 +202,8 @@ __global__ void __launch_bounds__(Tag::kThreads, 1)
             for (int step = 0; step < kSteps; ++step) {
 #pragma unroll
               for (int plane = 0; plane < kPlanes; ++plane) {
-                StoreChunk(to + slot * group_bytes +
-                               (step * (128 / kPixels) * kPlanes + plane) * plane_bytes,
+                StoreChunk(to + slot * kGroupBytes +
+                               (step * (128 / kOfRow) * kPlanes + plane) * kPlaneBytes,
                            value[step][plane]);
               }
             }
@@ -223,7 +224,7 @@ __global__ void __launch_bounds__(Tag::kThreads, 1)
   float acc[kColumns / 2];
 #pragma unroll
   for (float& sum : acc) sum = 0;
-  const int steps = params.pixels / 16;
+
   // The row of y, the first group of its window, the groups that have arrived and that this warp
   // has released, and those that it releases with the row before.
   uint32_t row = 0, first = 0, arrived = 0, released = 0, until = 0;
@@ -232,23 +233,27 @@ __global__ void __launch_bounds__(Tag::kThreads, 1)
     unit += band.count;
 #pragma unroll 1
     for (int32_t i = 0; i < band.count; ++i, ++row, ++first) {
+#pragma unroll 1
       for (; arrived != first + kWindow; ++arrived) ring.WaitFull(arrived);
       gradient_ring.WaitFull(row);
       WgmmaFence();
-      uint64_t a = MnMajorDescriptor<0>(
-          gradients +
-          (row % kShape.gradient_rows() * kShape.consumers + warpgroup) * gradient_bytes);
-      uint64_t b = MnMajorCoreDescriptor<128>(groups + first % kGroups * group_bytes, plane_bytes);
-#pragma unroll 1
-      for (int step = 0; step < steps; ++step, a += 16 * 128 >> 4, b += 16 * 16 >> 4) {
-        Wgmma<kColumns, T, true, true>(acc, a, b, 1);
+      const uint64_t a = MnMajorDescriptor<0>(
+          gradients + (row % kShape.gradient_rows * kShape.consumers + warpgroup) * kGradientBytes);
+      const uint64_t b =
+          MnMajorCoreDescriptor<128>(groups + first % kGroups * kGroupBytes, kPlaneBytes);
+#pragma unroll
+      for (int step = 0; step < kPixels / 16; ++step) {
+        Wgmma<kColumns, T, true, true>(acc, a + step * (16 * 128 >> 4), b + step * (16 * 16 >> 4),
+                                       1);
       }
       WgmmaCommit();
       WgmmaWait<1>();
-      if (row > 0 && lane == 0) {
-        BarrierArrive(gradient_ring.Empty(row - 1));
+      if (row > 0) {
+        if (lane == 0) BarrierArrive(gradient_ring.Empty(row - 1));
 #pragma unroll 1
-        for (; released != until; ++released) BarrierArrive(ring.Empty(released));
+        for (; released != until; ++released) {
+          if (lane == 0) BarrierArrive(ring.Empty(released));
+        }
       }
       until = first + (i + 1 < band.count ? 1 : kWindow);
     }
@@ -271,12 +276,14 @@ __global__ void __launch_bounds__(Tag::kThreads, 1)
   }
 }
 
-template <Op kOp, DType kType, int kFilterRows, int kRowPlanes, int kStride, int kConsumers>
+template <Op kOp, DType kType, int kFilterRows, int kRowPlanes, int kStride, int kConsumers,
+          int kGradientRows>
 struct RowWindows {
   static_assert(kOp == Op::kWgrad);
   using T = typename ElementOf<kType>::Type;
   using Epilogue = PlainEpilogue;
-  static constexpr RowWindowsInstance kShape{kFilterRows, kRowPlanes, kStride, kConsumers};
+  static constexpr RowWindowsInstance kShape{kFilterRows, kRowPlanes, kStride, kConsumers,
+                                             kGradientRows};
   static constexpr int kThreads = (kConsumers + RowWindowsInstance::kSpreaders + 1) * 128;
   // Accumulators and about 50 others; otherwise all threads have as many.
   static constexpr bool kSetsRegisters = kThreads == 512 && kShape.columns() > 128;
@@ -309,8 +316,17 @@ struct RowWindows {
     config.grid = dim3(static_cast<unsigned>(params.grid_x), static_cast<unsigned>(params.grid_y));
     config.threads = Tag::kThreads;
     config.shared_bytes = static_cast<size_t>(params.shared_bytes);
-    JAXCONV_RETURN_IF_ERROR(jaxconv::Launch<RowWindowsKernel<Tag>>(plan.kernel->name, config,
-                                                                   stream, params, x_map, dy_map));
+    const auto launch = [&](auto pixels) {
+      return jaxconv::Launch<RowWindowsKernel<Tag, decltype(pixels)::value>>(
+          plan.kernel->name, config, stream, params, x_map, dy_map);
+    };
+    if constexpr (kShape.most_pixels() > 64) {
+      JAXCONV_RETURN_IF_ERROR(params.pixels == 128   ? launch(std::integral_constant<int, 128>())
+                              : params.pixels == 112 ? launch(std::integral_constant<int, 112>())
+                                                     : launch(std::integral_constant<int, 64>()));
+    } else {
+      JAXCONV_RETURN_IF_ERROR(launch(std::integral_constant<int, 64>()));
+    }
     return ReduceSlices<Epilogue>(static_cast<const float*>(operands.workspace),
                                   params.out_elements, plan.slices, params.k, EpilogueParams(),
                                   operands.out, kType, stream);

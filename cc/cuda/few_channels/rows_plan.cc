@@ -189,19 +189,21 @@ Status CheckWindows(const RowWindowsInstance& instance, const ConvProblem& probl
   return {};
 }
 
-// Divides a row of y into the fewest strips whose rows of x fit into a box of TMA.
+// Divides a row of y into strips of 64, 112 or 128 pixels, as few in all as possible, whose rows of
+// x fit into a box of TMA.
 Status DivideIntoStrips(const RowWindowsInstance& instance, const ConvProblem& problem,
                         WindowsParams* params) {
   constexpr int64_t kBoxWords = 256, kWordElements = 4;
   const int64_t first = -problem.pad_lo[2] * problem.c, step = problem.stride[2] * problem.c;
   const int64_t lead = first - FloorDiv(first, kWordElements) * kWordElements;
-  for (int64_t pixels = instance.most_pixels(); pixels >= 16; pixels -= 16) {
+  int64_t least = 0;
+  for (const int64_t pixels : {128, 112, 64}) {
     const int64_t elements = lead + (pixels - 1) * step + params->row_elements;
     const int64_t words = CeilDiv(elements, 2 * kWordElements) * 2;
-    if (words > kBoxWords) continue;
+    if (pixels > instance.most_pixels() || words > kBoxWords) continue;
     const int64_t strips = CeilDiv(problem.out[2], pixels);
-    const int64_t even = CeilDiv(CeilDiv(problem.out[2], strips), 16) * 16;
-    if (even < pixels) continue;
+    if (least > 0 && strips * pixels >= least) continue;
+    least = strips * pixels;
     params->strips = FastDivmod(strips);
     params->pixels = static_cast<int32_t>(pixels);
     params->first_word = static_cast<int32_t>(FloorDiv(first, kWordElements));
@@ -211,9 +213,9 @@ Status DivideIntoStrips(const RowWindowsInstance& instance, const ConvProblem& p
     params->raw_row_bytes = static_cast<int32_t>(words * 8);
     params->raw_group_bytes =
         static_cast<int32_t>(CeilDiv(params->raw_row_bytes * instance.stride, 128) * 128);
-    return {};
   }
-  return Status::Unimplemented("the windows of 16 pixels are wider than a box of TMA");
+  if (least > 0) return {};
+  return Status::Unimplemented("the windows of 64 pixels are wider than a box of TMA");
 }
 
 }  // namespace
@@ -245,7 +247,7 @@ Status PlanRowWindows(const KernelDesc& kernel, const ConvProblem& problem, cons
   // The last windows' words of a plane reach beyond the last row.
   constexpr int64_t kBeyondBytes = 64;
   params->shared_bytes =
-      pixels * 128 * instance.gradient_rows() * instance.consumers +
+      pixels * 128 * instance.gradient_rows * instance.consumers +
       group_bytes * (RowWindowsInstance::kGroups + instance.window_groups() - 1) +
       int64_t{params->raw_group_bytes} * RowWindowsInstance::kRawGroups + kBeyondBytes;
   // A row of y: its products, and about as long again for the rest of its synchronisation.

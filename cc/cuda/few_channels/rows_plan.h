@@ -67,9 +67,10 @@ struct RowsInstance {
 struct RowPairsInstance : RowsInstance {};
 
 // A line of kernels.def for row_windows_sm90.cuh: rows of the filter, planes of 8 elements of a
-// filter row, the stride of rows, and warpgroups with 64 output channels each.
+// filter row, the stride of rows, warpgroups with 64 output channels each, and rows of dy in their
+// ring.
 struct RowWindowsInstance {
-  int32_t filter_rows, row_planes, stride, consumers;
+  int32_t filter_rows, row_planes, stride, consumers, gradient_rows;
 
   // Warpgroups that spread rows of x, groups of rows in the rings of planes and of unmodified rows.
   static constexpr int32_t kSpreaders = 2, kGroups = 8, kRawGroups = 4;
@@ -79,10 +80,8 @@ struct RowWindowsInstance {
   JAXCONV_HOST_DEVICE constexpr int32_t window_groups() const {
     return (filter_rows + stride - 1) / stride;
   }
-  // Pixels of a strip; all threads of a warpgroup have a pixel of a row in each step.
+  // Pixels of a strip: 64, or 112 and 128 too.
   JAXCONV_HOST_DEVICE constexpr int32_t most_pixels() const { return stride > 2 ? 64 : 128; }
-  // Rows of dy in its ring.
-  JAXCONV_HOST_DEVICE constexpr int32_t gradient_rows() const { return row_planes > 2 ? 4 : 6; }
 };
 
 // The parameter block of row_windows_sm90.cuh. A launch sets the pointer.
@@ -97,7 +96,7 @@ struct WindowsParams {
   int32_t units = 1;            // rows of y in strips, of one batch
   FastDivmod out_rows, strips;  // rows of y; strips across
   FastDivmod column_parts;      // of 64 channels for each consumer
-  int32_t pixels = 16;          // of a strip, a multiple of 16
+  int32_t pixels = 64;          // of a strip
   // The first strip's first word of a row, the words from strip to strip, and the bytes from the
   // first word to pixel 0's window and from window to window.
   int32_t first_word = 0, strip_words = 0, lead_bytes = 0, step_bytes = 2;

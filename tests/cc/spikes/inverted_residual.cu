@@ -47,22 +47,28 @@
 namespace jaxconv {
 namespace {
 
-constexpr int kSide = 56, kNarrow = 24, kWide = 144, kChunks = kWide / 16;
+constexpr int kSide = 56, kNarrow = 24, kWide = 144;
 constexpr int kStrips = 4, kStripColumns = kSide / kStrips;
-constexpr int kPixelBytes = kNarrow * 2;
-constexpr int kRowBytes = (kSide + 2) * kPixelBytes;  // a pixel more on both sides
-constexpr int kQuads = 11;                            // of 4 words, a lane's weights of a chunk
+// A row of x in shared memory: pixels of three 16-byte chunks, one pixel more on both sides, in
+// multiples of 16 chunks.
+constexpr int kPixelChunks = 3, kRowBytes = 176 * 16;
 
-// A lane's weights of a chunk in the order of kQuads x 4 words.
-struct ChunkWeights {
-  uint32_t expand[2][3];                  // B fragments: 16 and 8 of the 24 channels
-  float expand_scale[4], expand_bias[4];  // two channels of both fragments, divided by 6
-  uint32_t taps[9][2];                    // half2
-  uint32_t scale[2], bias[2];             // half2, of the depthwise step; bias divided by 6
-  uint32_t project[3][2];                 // B fragments
-  uint32_t unused[2];
+// The place of chunk `i` of a row. Eight pixels of a matrix are six chunks apart; exchanging the
+// chunks of every other pair of eight puts them into different banks.
+__host__ __device__ constexpr int Place(int i) { return (i ^ (i >> 3 & 1)) * 16; }
+
+// A lane's weights of a chunk of 8 kFragments channels.
+template <int kFragments>
+struct alignas(16) ChunkWeights {
+  static constexpr int kChunks = kWide / (8 * kFragments);
+  uint32_t expand[kFragments][3];  // B fragments: 16 and 8 of the 24 channels
+  float expand_scale[kFragments][2], expand_bias[kFragments][2];  // two channels, divided by 6
+  uint32_t taps[9][kFragments];                                   // half2
+  uint32_t scale[kFragments], bias[kFragments];  // half2, of the depthwise step; bias divided by 6
+  uint32_t project[3][kFragments];               // B fragments
 };
-static_assert(sizeof(ChunkWeights) == kQuads * 16);
+template <int kFragments>
+constexpr int kQuads = sizeof(ChunkWeights<kFragments>) / 16;
 
 __device__ __forceinline__ float FmaSat(float a, float b, float c) {
   float d;
@@ -81,7 +87,7 @@ __device__ __forceinline__ uint32_t AsWord(__half2 pair) {
 }
 
 // Grid: bands of kRows rows of all images. x and y: (n, 56, 56, 24) bfloat16.
-template <int kRows, int kCtasPerSm>
+template <int kRows, int kFragments, int kCtasPerSm>
 __global__ void __launch_bounds__(kStrips * 32, kCtasPerSm)
     Block(const __nv_bfloat16* __restrict__ x, const uint4* __restrict__ weights,
           const float* __restrict__ out_scale, const float* __restrict__ out_bias,
@@ -90,14 +96,13 @@ __global__ void __launch_bounds__(kStrips * 32, kCtasPerSm)
   extern __shared__ __align__(128) unsigned char shared[];
   const int first_row = static_cast<int>(blockIdx.x % (kSide / kRows)) * kRows;
   const int64_t image = blockIdx.x / (kSide / kRows);
-  const auto* from =
-      reinterpret_cast<const unsigned char*>(x) + image * (kSide * kSide * kPixelBytes);
+  constexpr int kRowChunks = kSide * kPixelChunks;
+  const auto* from = reinterpret_cast<const unsigned char*>(x) + image * (kSide * kRowChunks * 16);
   const uint32_t tile = SharedAddress(shared);
-  constexpr int kRowChunks = kSide * kPixelBytes / 16;
   for (int i = threadIdx.x; i < (kRows + 2) * kRowChunks; i += kStrips * 32) {
     const int row = i / kRowChunks, chunk = i % kRowChunks, h = first_row - 1 + row;
-    CopyAsync<16>(tile + row * kRowBytes + kPixelBytes + chunk * 16,
-                  from + h * (kSide * kPixelBytes) + chunk * 16, h >= 0 && h < kSide);
+    CopyAsync<16>(tile + row * kRowBytes + Place(kPixelChunks + chunk),
+                  from + (h * kRowChunks + chunk) * 16, h >= 0 && h < kSide);
   }
   CopyAsyncCommit();
   const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, strip = threadIdx.x / 32;
@@ -105,48 +110,49 @@ __global__ void __launch_bounds__(kStrips * 32, kCtasPerSm)
   const uint32_t first_inside = strip == 0 && g == 0 ? 0 : 0xffffffff;
   const uint32_t second_inside = strip == kStrips - 1 && g == 7 ? 0 : 0xffffffff;
   // A lane's row of the loaded matrices: 8 channels of a pixel.
-  const uint32_t load =
-      tile + (strip * kStripColumns + lane % 8 * 2 + lane / 8 % 2) * kPixelBytes + lane / 16 * 16;
+  const int pixel_of_lane = strip * kStripColumns + lane % 8 * 2 + lane / 8 % 2;
+  const uint32_t load = tile + Place(pixel_of_lane * kPixelChunks + lane / 16);
+  const uint32_t load_rest = tile + Place(pixel_of_lane * kPixelChunks + 2);
   float acc[kRows][3][4] = {};
   CopyAsyncWait<0>();
   __syncthreads();
 
+  using Chunk = ChunkWeights<kFragments>;
 #pragma unroll 1
-  for (int chunk = 0; chunk < kChunks; ++chunk) {
-    ChunkWeights w;
+  for (int chunk = 0; chunk < Chunk::kChunks; ++chunk) {
+    Chunk w;
     {
-      uint4 quad[kQuads];
+      constexpr int kOf = kQuads<kFragments>;
+      uint4 quad[kOf];
 #pragma unroll
-      for (int i = 0; i < kQuads; ++i) quad[i] = __ldg(weights + (chunk * kQuads + i) * 32 + lane);
+      for (int i = 0; i < kOf; ++i) quad[i] = __ldg(weights + (chunk * kOf + i) * 32 + lane);
       memcpy(&w, quad, sizeof(w));
     }
-    __half2 sums[3][2][2];  // row % 3, fragment, pixel
+    __half2 sums[3][kFragments][2];  // row % 3, fragment, pixel
 #pragma unroll
     for (int e = 0; e < kRows + 2; ++e) {
       uint32_t a[4], a_rest[2];
       LoadMatrices(load + e * kRowBytes, a);
-      LoadMatrices(load + e * kRowBytes - lane / 16 * 16 + 32, a_rest);
-      uint32_t wide[2][2];
+      LoadMatrices(load_rest + e * kRowBytes, a_rest);
       const bool inside = first_row - 1 + e >= 0 && first_row - 1 + e < kSide;
+      uint32_t deep[kFragments * 2];
 #pragma unroll
-      for (int f = 0; f < 2; ++f) {
+      for (int f = 0; f < kFragments; ++f) {
         float d[4] = {};
         MultiplyAdd<__nv_bfloat16>(d, a, w.expand[f][0], w.expand[f][1]);
         MultiplyAdd<__nv_bfloat16>(d, a_rest, w.expand[f][2]);
+        uint32_t wide[2];
 #pragma unroll
         for (int pixel = 0; pixel < 2; ++pixel) {
-          const __half2 pair = __floats2half2_rn(
-              FmaSat(d[pixel * 2], w.expand_scale[f * 2], w.expand_bias[f * 2]),
-              FmaSat(d[pixel * 2 + 1], w.expand_scale[f * 2 + 1], w.expand_bias[f * 2 + 1]));
-          wide[f][pixel] = AsWord(pair) & (pixel == 0 ? first_inside : second_inside);
-          if (e == 0 || e == kRows + 1) wide[f][pixel] = inside ? wide[f][pixel] : 0;
+          wide[pixel] = AsWord(__floats2half2_rn(
+              FmaSat(d[pixel * 2], w.expand_scale[f][0], w.expand_bias[f][0]),
+              FmaSat(d[pixel * 2 + 1], w.expand_scale[f][1], w.expand_bias[f][1])));
+          wide[pixel] &= pixel == 0 ? first_inside : second_inside;
+          if (e == 0 || e == kRows + 1) wide[pixel] = inside ? wide[pixel] : 0;
         }
-      }
-#pragma unroll
-      for (int f = 0; f < 2; ++f) {
-        const __half2 own[4] = {AsHalf2(__shfl_up_sync(0xffffffff, wide[f][1], 4)),
-                                AsHalf2(wide[f][0]), AsHalf2(wide[f][1]),
-                                AsHalf2(__shfl_down_sync(0xffffffff, wide[f][0], 4))};
+        const __half2 own[4] = {AsHalf2(__shfl_up_sync(0xffffffff, wide[1], 4)), AsHalf2(wide[0]),
+                                AsHalf2(wide[1]),
+                                AsHalf2(__shfl_down_sync(0xffffffff, wide[0], 4))};
 #pragma unroll
         for (int r = 0; r < 3; ++r) {
           const int o = e - r;
@@ -159,20 +165,20 @@ __global__ void __launch_bounds__(kStrips * 32, kCtasPerSm)
               const __half2 tap = AsHalf2(w.taps[r * 3 + s][f]);
               sum = r + s == 0 ? __hmul2(own[pixel], tap) : __hfma2(own[pixel + s], tap, sum);
             }
+            if (r == 2) {
+              deep[f * 2 + pixel] =
+                  AsWord(__hfma2_sat(sum, AsHalf2(w.scale[f]), AsHalf2(w.bias[f])));
+            }
           }
         }
       }
-      if (e >= 2) {
-        const int o = e - 2;
-        uint32_t deep[4];
+      if (e < 2) continue;
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          deep[i] = AsWord(__hfma2_sat(sums[o % 3][i / 2][i % 2], AsHalf2(w.scale[i / 2]),
-                                       AsHalf2(w.bias[i / 2])));
-        }
-#pragma unroll
-        for (int n = 0; n < 3; ++n) {
-          MultiplyAdd<__half>(acc[o][n], deep, w.project[n][0], w.project[n][1]);
+      for (int n = 0; n < 3; ++n) {
+        if constexpr (kFragments == 2) {
+          MultiplyAdd<__half>(acc[e - 2][n], deep, w.project[n][0], w.project[n][1]);
+        } else {
+          MultiplyAdd<__half>(acc[e - 2][n], deep, w.project[n][0]);
         }
       }
     }
@@ -190,7 +196,7 @@ __global__ void __launch_bounds__(kStrips * 32, kCtasPerSm)
         if (i == 0 || i == 15) continue;
         const int column = strip * kStripColumns + i - 1;
         const uint32_t word =
-            LoadWord(tile + (o + 1) * kRowBytes + (column + 1) * kPixelBytes + n * 16 + t * 4);
+            LoadWord(tile + (o + 1) * kRowBytes + Place((column + 1) * kPixelChunks + n) + t * 4);
         const float2 residual =
             make_float2(__uint_as_float(word << 16), __uint_as_float(word & 0xffff0000));
         const __nv_bfloat162 pair =
@@ -239,8 +245,11 @@ Weights MakeWeights() {
 }
 
 // The weights in the order of lanes.
+template <int kFragments>
 std::vector<uint32_t> Pack(const Weights& w) {
-  std::vector<uint32_t> packed(kChunks * kQuads * 32 * 4);
+  using Chunk = ChunkWeights<kFragments>;
+  constexpr int kOf = kQuads<kFragments>;
+  std::vector<uint32_t> packed(Chunk::kChunks * kOf * 32 * 4);
   auto bf16_pair = [](float a, float b) {
     const __nv_bfloat162 pair = __floats2bfloat162_rn(a, b);
     uint32_t word;
@@ -253,19 +262,20 @@ std::vector<uint32_t> Pack(const Weights& w) {
     memcpy(&word, &pair, 4);
     return word;
   };
-  for (int chunk = 0; chunk < kChunks; ++chunk) {
+  for (int chunk = 0; chunk < Chunk::kChunks; ++chunk) {
     for (int lane = 0; lane < 32; ++lane) {
       const int g = lane / 4, t = lane % 4;
-      ChunkWeights of{};
-      for (int f = 0; f < 2; ++f) {
-        const int n = chunk * 16 + f * 8 + g, channel = chunk * 16 + f * 8 + t * 2;
+      Chunk of{};
+      for (int f = 0; f < kFragments; ++f) {
+        const int first = (chunk * kFragments + f) * 8, channel = first + t * 2;
         for (int i = 0; i < 3; ++i) {
           const int k = i * 8 + t * 2;
-          of.expand[f][i] = bf16_pair(w.expand[k * kWide + n], w.expand[(k + 1) * kWide + n]);
+          of.expand[f][i] =
+              bf16_pair(w.expand[k * kWide + first + g], w.expand[(k + 1) * kWide + first + g]);
         }
         for (int i = 0; i < 2; ++i) {
-          of.expand_scale[f * 2 + i] = w.scale[0][channel + i] / 6;
-          of.expand_bias[f * 2 + i] = w.bias[0][channel + i] / 6;
+          of.expand_scale[f][i] = w.scale[0][channel + i] / 6;
+          of.expand_bias[f][i] = w.bias[0][channel + i] / 6;
         }
         for (int tap = 0; tap < 9; ++tap) {
           of.taps[tap][f] =
@@ -273,18 +283,15 @@ std::vector<uint32_t> Pack(const Weights& w) {
         }
         of.scale[f] = half_pair(w.scale[1][channel], w.scale[1][channel + 1]);
         of.bias[f] = half_pair(w.bias[1][channel] / 6, w.bias[1][channel + 1] / 6);
-      }
-      for (int n = 0; n < 3; ++n) {
-        for (int i = 0; i < 2; ++i) {
-          const int k = chunk * 16 + i * 8 + t * 2;
-          of.project[n][i] = half_pair(w.project[k * kNarrow + n * 8 + g],
-                                       w.project[(k + 1) * kNarrow + n * 8 + g]);
+        for (int n = 0; n < 3; ++n) {
+          of.project[n][f] = half_pair(w.project[channel * kNarrow + n * 8 + g],
+                                       w.project[(channel + 1) * kNarrow + n * 8 + g]);
         }
       }
-      uint32_t words[kQuads * 4];
+      uint32_t words[kOf * 4];
       memcpy(words, &of, sizeof(of));
-      for (int i = 0; i < kQuads * 4; ++i) {
-        packed[((chunk * kQuads + i / 4) * 32 + lane) * 4 + i % 4] = words[i];
+      for (int i = 0; i < kOf * 4; ++i) {
+        packed[((chunk * kOf + i / 4) * 32 + lane) * 4 + i % 4] = words[i];
       }
     }
   }
@@ -337,13 +344,13 @@ constexpr int kSets = 4;  // of operands, 308 MB in all, more than the L2 of 50 
 
 struct Operands {
   __nv_bfloat16 *x[kSets], *y[kSets];
-  uint4* weights;
+  uint4* weights[2];  // in chunks of one fragment, of two
   float *scale, *bias;
 };
 
-template <int kRows, int kCtasPerSm>
+template <int kRows, int kFragments, int kCtasPerSm>
 void Run(const Operands& operands, const Weights& w, const std::vector<float>& x, int images) {
-  const auto kernel = Block<kRows, kCtasPerSm>;
+  const auto kernel = Block<kRows, kFragments, kCtasPerSm>;
   const int shared = (kRows + 2) * kRowBytes, grid = images * (kSide / kRows);
   Require(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared),
           "shared");
@@ -355,8 +362,9 @@ void Run(const Operands& operands, const Weights& w, const std::vector<float>& x
   const size_t elements = size_t{kSide} * kSide * kNarrow;
   Require(cudaMemset(operands.y[0], 0xff, elements * images * 2), "poison");
   auto launch = [&](int set, cudaStream_t stream) {
-    kernel<<<grid, kStrips * 32, shared, stream>>>(operands.x[set], operands.weights,
-                                                   operands.scale, operands.bias, operands.y[set]);
+    kernel<<<grid, kStrips * 32, shared, stream>>>(operands.x[set],
+                                                   operands.weights[kFragments - 1], operands.scale,
+                                                   operands.bias, operands.y[set]);
   };
   launch(0, nullptr);
   Require(cudaDeviceSynchronize(), "kernel");
@@ -405,9 +413,11 @@ void Run(const Operands& operands, const Weights& w, const std::vector<float>& x
     times.push_back(ms * 1000 / kLaunches);
   }
   std::sort(times.begin(), times.end());
-  std::printf("%d rows, %d registers, %d CTAs an SM, %d bytes of stack: %.1f us (least %.1f)\n",
-              kRows, attributes.numRegs, ctas, static_cast<int>(attributes.localSizeBytes),
-              times[5], times[0]);
+  std::printf(
+      "%d rows, %d channels, %d registers, %d CTAs an SM, %d bytes of stack: %.1f us (least "
+      "%.1f)\n",
+      kRows, kFragments * 8, attributes.numRegs, ctas, static_cast<int>(attributes.localSizeBytes),
+      times[5], times[0]);
 }
 
 }  // namespace
@@ -417,7 +427,7 @@ int main() {
   using namespace jaxconv;
   constexpr int kImages = 256;
   const Weights w = MakeWeights();
-  const std::vector<uint32_t> packed = Pack(w);
+  const std::vector<uint32_t> packed[2] = {Pack<1>(w), Pack<2>(w)};
   const size_t elements = size_t{kSide} * kSide * kNarrow * kImages;
   std::vector<float> x(elements);
   std::vector<__nv_bfloat16> rounded(elements);
@@ -433,20 +443,23 @@ int main() {
     Require(cudaMalloc(&operands.y[i], elements * 2), "y");
     Require(cudaMemcpy(operands.x[i], rounded.data(), elements * 2, cudaMemcpyHostToDevice), "x");
   }
-  Require(cudaMalloc(&operands.weights, packed.size() * 4), "weights");
-  Require(cudaMemcpy(operands.weights, packed.data(), packed.size() * 4, cudaMemcpyHostToDevice),
-          "weights");
+  for (int i = 0; i < 2; ++i) {
+    const size_t bytes = packed[i].size() * 4;
+    Require(cudaMalloc(&operands.weights[i], bytes), "weights");
+    Require(cudaMemcpy(operands.weights[i], packed[i].data(), bytes, cudaMemcpyHostToDevice),
+            "weights");
+  }
   std::vector<float> scale = w.scale[2];
   for (float& value : scale) value *= 6;
   Require(cudaMalloc(&operands.scale, kNarrow * 4), "scale");
   Require(cudaMalloc(&operands.bias, kNarrow * 4), "bias");
   Require(cudaMemcpy(operands.scale, scale.data(), kNarrow * 4, cudaMemcpyHostToDevice), "scale");
   Require(cudaMemcpy(operands.bias, w.bias[2].data(), kNarrow * 4, cudaMemcpyHostToDevice), "bias");
-  Run<7, 3>(operands, w, x, kImages);
-  Run<7, 2>(operands, w, x, kImages);
-  Run<8, 2>(operands, w, x, kImages);
-  Run<4, 4>(operands, w, x, kImages);
-  Run<4, 3>(operands, w, x, kImages);
-  Run<2, 4>(operands, w, x, kImages);
+  Run<7, 2, 3>(operands, w, x, kImages);
+  Run<8, 2, 2>(operands, w, x, kImages);
+  Run<4, 2, 4>(operands, w, x, kImages);
+  Run<7, 1, 3>(operands, w, x, kImages);
+  Run<7, 1, 4>(operands, w, x, kImages);
+  Run<4, 1, 4>(operands, w, x, kImages);
   return 0;
 }
