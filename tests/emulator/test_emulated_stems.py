@@ -66,7 +66,7 @@ CASES = [
     # Filter rows of 12 elements; columns that are three apart.
     (INSTANCES[7], problem("4ch", (28, 264), 3, n=2, c=4, k=32, stride=2, padding=1)),
     (INSTANCES[7], problem("row", (9, 40), (3, 5), c=3, k=8, stride=(2, 3), padding=(1, 0))),
-    (INSTANCES[8], problem("two_parts", (31, 232), 4, c=4, k=136, stride=4, padding=(2, 1))),
+    (INSTANCES[8], problem("two_parts", (31, 232), 4, c=3, k=136, stride=4, padding=(2, 1))),
     (INSTANCES[8], problem("one_part", (32, 64), 4, n=3, c=3, k=96, stride=4)),
 ]
 

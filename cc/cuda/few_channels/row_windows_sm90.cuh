@@ -142,15 +142,17 @@ __global__ void __launch_bounds__(Tag::kThreads, 1)
         }
         continue;
       }
+      // A copy that begins left of x stops the kernel.
       const int32_t word = params.first_word + band.strip * params.strip_words;
+      const uint32_t to = raw + (max(word, 0) - word) * 8;
       int32_t h = band.row * kRows - params.pad_rows;
 #pragma unroll 1
       for (int32_t j = 0; j < band.count + kWindow - 1; ++j, ++i, h += kRows) {
         raw_ring.WaitEmpty(i);
         if (ElectOne()) {
           BarrierArriveExpect(raw_ring.Full(i), kRows * params.raw_row_bytes);
-          CopyTile3d(raw + i % raw_ring.kSlots * params.raw_group_bytes, &x_map, raw_ring.Full(i),
-                     word, h, image_first + band.image);
+          CopyTile3d(to + i % raw_ring.kSlots * params.raw_group_bytes, &x_map, raw_ring.Full(i),
+                     max(word, 0), h, image_first + band.image);
         }
         __syncwarp();
       }
@@ -174,6 +176,9 @@ __global__ void __launch_bounds__(Tag::kThreads, 1)
       const Band band(params.out_rows, params.strips, unit, end);
       unit += band.count;
       const bool valid = pixel < params.out_columns - band.strip * kPixels;
+      // Elements of the window left of x.
+      const int32_t outside =
+          band.strip == 0 ? params.left_elements - pixel * params.step_bytes / 2 : 0;
 #pragma unroll 1
       for (int32_t j = 0; j < band.count + kWindow - 1; ++j, ++group) {
         if (group % kSpreaders != static_cast<uint32_t>(warpgroup - kShape.consumers)) continue;
@@ -190,6 +195,13 @@ __global__ void __launch_bounds__(Tag::kThreads, 1)
 #pragma unroll
             for (int i = 0; i < kPlanes * 4; ++i) {
               value[step][i / 4][i % 4] = __funnelshift_r(word[i], word[i + 1], misaligned);
+            }
+            if (outside > 0) {
+#pragma unroll
+              for (int i = 0; i < kPlanes * 4; ++i) {
+                uint32_t& pair = value[step][i / 4][i % 4];
+                pair = outside <= 2 * i ? pair : outside == 2 * i + 1 ? pair & 0xffff0000 : 0;
+              }
             }
           }
         }

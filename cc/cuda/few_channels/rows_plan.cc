@@ -194,8 +194,12 @@ Status CheckWindows(const RowWindowsInstance& instance, const ConvProblem& probl
 Status DivideIntoStrips(const RowWindowsInstance& instance, const ConvProblem& problem,
                         WindowsParams* params) {
   constexpr int64_t kBoxWords = 256, kWordElements = 4;
+  // Copies begin at multiples of 16 bytes inside x. If x begins with padding, the first strip is
+  // copied to 128 bytes behind the place of other strips, which begin 64 elements earlier.
+  constexpr int64_t kGapElements = 64, kGapBytes = 128;
   const int64_t first = -problem.pad_lo[2] * problem.c, step = problem.stride[2] * problem.c;
-  const int64_t lead = first - FloorDiv(first, kWordElements) * kWordElements;
+  const int64_t begin = first < 0 ? -kGapElements : first / 8 * 8, lead = first - begin;
+  if (lead < 0) return Status::Unimplemented("expected at most 64 elements of padding in a row");
   int64_t least = 0;
   for (const int64_t pixels : {128, 112, 64}) {
     const int64_t elements = lead + (pixels - 1) * step + params->row_elements;
@@ -206,13 +210,14 @@ Status DivideIntoStrips(const RowWindowsInstance& instance, const ConvProblem& p
     least = strips * pixels;
     params->strips = FastDivmod(strips);
     params->pixels = static_cast<int32_t>(pixels);
-    params->first_word = static_cast<int32_t>(FloorDiv(first, kWordElements));
+    params->first_word = static_cast<int32_t>(begin / kWordElements);
     params->strip_words = static_cast<int32_t>(pixels * step / kWordElements);
     params->lead_bytes = static_cast<int32_t>(lead * 2);
+    params->left_elements = static_cast<int32_t>(std::max<int64_t>(0, -first));
     params->step_bytes = static_cast<int32_t>(step * 2);
     params->raw_row_bytes = static_cast<int32_t>(words * 8);
-    params->raw_group_bytes =
-        static_cast<int32_t>(CeilDiv(params->raw_row_bytes * instance.stride, 128) * 128);
+    params->raw_group_bytes = static_cast<int32_t>(
+        CeilDiv(params->raw_row_bytes * instance.stride + kGapBytes, 128) * 128);
   }
   if (least > 0) return {};
   return Status::Unimplemented("the windows of 64 pixels are wider than a box of TMA");

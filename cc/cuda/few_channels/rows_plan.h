@@ -97,9 +97,9 @@ struct WindowsParams {
   FastDivmod out_rows, strips;  // rows of y; strips across
   FastDivmod column_parts;      // of 64 channels for each consumer
   int32_t pixels = 64;          // of a strip
-  // The first strip's first word of a row, the words from strip to strip, and the bytes from the
-  // first word to pixel 0's window and from window to window.
-  int32_t first_word = 0, strip_words = 0, lead_bytes = 0, step_bytes = 2;
+  // The first word of the first strip, negative with padding; the words from strip to strip; the bytes
+  // from the first word to pixel 0's window and from window to window; the elements of padding.
+  int32_t first_word = 0, strip_words = 0, lead_bytes = 0, step_bytes = 2, left_elements = 0;
   int32_t raw_row_bytes = 16, raw_group_bytes = 128;
   int64_t shared_bytes = 0;
   int64_t grid_x = 1, grid_y = 1;
