@@ -15,9 +15,10 @@
 // apart: one wgmma multiplies 16 pixels for the whole filter (7x7, 3 channels: 168 columns, of which
 // 147 are used). Elements beyond a window fill columns that are not stored, so they may be anything.
 //
-// A CTA has consecutive rows of y. TMA loads its rows of x and of dy, with zeros outside; one or two
-// warpgroups spread rows of x into planes; other warpgroups, one for each 64 channels, only issue
-// wgmmas, and store their sums once, at the end, for common/splitk_reduce.cuh.
+// A CTA has consecutive rows of y. TMA loads its rows of x and of dy, with zeros outside; two
+// warpgroups alternate in spreading rows of x into planes; other warpgroups, one for each 64
+// channels, only issue wgmmas, and store their sums once, at the end, for common/splitk_reduce.cuh.
+// No copy begins left of x: the spreading threads replace elements there by zeros.
 //
 // The ring of planes consists of groups of `stride` rows of x, because each row of y needs one group
 // more. A window must lie in consecutive groups, so the first groups are stored a second time behind

@@ -49,13 +49,10 @@ namespace {
 
 constexpr int kSide = 56, kNarrow = 24, kWide = 144;
 constexpr int kStrips = 4, kStripColumns = kSide / kStrips;
-// A row of x in shared memory: pixels of three 16-byte chunks, one pixel more on both sides, in
-// multiples of 16 chunks.
-constexpr int kPixelChunks = 3, kRowBytes = 176 * 16;
-
-// The place of chunk `i` of a row. Eight pixels of a matrix are six chunks apart; exchanging the
-// chunks of every other pair of eight puts them into different banks.
-__host__ __device__ constexpr int Place(int i) { return (i ^ (i >> 3 & 1)) * 16; }
+// A row of x in shared memory: pixels of three 16-byte chunks, one pixel more on both sides. Eight
+// pixels of a matrix lie 96 bytes apart, so ldmatrix has bank conflicts of two; exchanging chunks
+// removes them, but the addresses take registers, and the kernel is 7 % slower.
+constexpr int kPixelChunks = 3, kRowBytes = (kSide + 2) * kPixelChunks * 16;
 
 // A lane's weights of a chunk of 8 kFragments channels.
 template <int kFragments>
@@ -101,7 +98,7 @@ __global__ void __launch_bounds__(kStrips * 32, kCtasPerSm)
   const uint32_t tile = SharedAddress(shared);
   for (int i = threadIdx.x; i < (kRows + 2) * kRowChunks; i += kStrips * 32) {
     const int row = i / kRowChunks, chunk = i % kRowChunks, h = first_row - 1 + row;
-    CopyAsync<16>(tile + row * kRowBytes + Place(kPixelChunks + chunk),
+    CopyAsync<16>(tile + row * kRowBytes + (kPixelChunks + chunk) * 16,
                   from + (h * kRowChunks + chunk) * 16, h >= 0 && h < kSide);
   }
   CopyAsyncCommit();
@@ -111,8 +108,7 @@ __global__ void __launch_bounds__(kStrips * 32, kCtasPerSm)
   const uint32_t second_inside = strip == kStrips - 1 && g == 7 ? 0 : 0xffffffff;
   // A lane's row of the loaded matrices: 8 channels of a pixel.
   const int pixel_of_lane = strip * kStripColumns + lane % 8 * 2 + lane / 8 % 2;
-  const uint32_t load = tile + Place(pixel_of_lane * kPixelChunks + lane / 16);
-  const uint32_t load_rest = tile + Place(pixel_of_lane * kPixelChunks + 2);
+  const uint32_t load = tile + (pixel_of_lane * kPixelChunks + lane / 16) * 16;
   float acc[kRows][3][4] = {};
   CopyAsyncWait<0>();
   __syncthreads();
@@ -133,26 +129,28 @@ __global__ void __launch_bounds__(kStrips * 32, kCtasPerSm)
     for (int e = 0; e < kRows + 2; ++e) {
       uint32_t a[4], a_rest[2];
       LoadMatrices(load + e * kRowBytes, a);
-      LoadMatrices(load_rest + e * kRowBytes, a_rest);
+      LoadMatrices(load + e * kRowBytes - lane / 16 * 16 + 32, a_rest);
       const bool inside = first_row - 1 + e >= 0 && first_row - 1 + e < kSide;
-      uint32_t deep[kFragments * 2];
+      uint32_t wide[kFragments][2], deep[kFragments * 2];
 #pragma unroll
       for (int f = 0; f < kFragments; ++f) {
         float d[4] = {};
         MultiplyAdd<__nv_bfloat16>(d, a, w.expand[f][0], w.expand[f][1]);
         MultiplyAdd<__nv_bfloat16>(d, a_rest, w.expand[f][2]);
-        uint32_t wide[2];
 #pragma unroll
         for (int pixel = 0; pixel < 2; ++pixel) {
-          wide[pixel] = AsWord(__floats2half2_rn(
+          wide[f][pixel] = AsWord(__floats2half2_rn(
               FmaSat(d[pixel * 2], w.expand_scale[f][0], w.expand_bias[f][0]),
               FmaSat(d[pixel * 2 + 1], w.expand_scale[f][1], w.expand_bias[f][1])));
-          wide[pixel] &= pixel == 0 ? first_inside : second_inside;
-          if (e == 0 || e == kRows + 1) wide[pixel] = inside ? wide[pixel] : 0;
+          wide[f][pixel] &= pixel == 0 ? first_inside : second_inside;
+          if (e == 0 || e == kRows + 1) wide[f][pixel] = inside ? wide[f][pixel] : 0;
         }
-        const __half2 own[4] = {AsHalf2(__shfl_up_sync(0xffffffff, wide[1], 4)), AsHalf2(wide[0]),
-                                AsHalf2(wide[1]),
-                                AsHalf2(__shfl_down_sync(0xffffffff, wide[0], 4))};
+      }
+#pragma unroll
+      for (int f = 0; f < kFragments; ++f) {
+        const __half2 own[4] = {AsHalf2(__shfl_up_sync(0xffffffff, wide[f][1], 4)),
+                                AsHalf2(wide[f][0]), AsHalf2(wide[f][1]),
+                                AsHalf2(__shfl_down_sync(0xffffffff, wide[f][0], 4))};
 #pragma unroll
         for (int r = 0; r < 3; ++r) {
           const int o = e - r;
@@ -165,14 +163,15 @@ __global__ void __launch_bounds__(kStrips * 32, kCtasPerSm)
               const __half2 tap = AsHalf2(w.taps[r * 3 + s][f]);
               sum = r + s == 0 ? __hmul2(own[pixel], tap) : __hfma2(own[pixel + s], tap, sum);
             }
-            if (r == 2) {
-              deep[f * 2 + pixel] =
-                  AsWord(__hfma2_sat(sum, AsHalf2(w.scale[f]), AsHalf2(w.bias[f])));
-            }
           }
         }
       }
       if (e < 2) continue;
+#pragma unroll
+      for (int i = 0; i < kFragments * 2; ++i) {
+        deep[i] = AsWord(__hfma2_sat(sums[(e - 2) % 3][i / 2][i % 2], AsHalf2(w.scale[i / 2]),
+                                     AsHalf2(w.bias[i / 2])));
+      }
 #pragma unroll
       for (int n = 0; n < 3; ++n) {
         if constexpr (kFragments == 2) {
@@ -196,7 +195,7 @@ __global__ void __launch_bounds__(kStrips * 32, kCtasPerSm)
         if (i == 0 || i == 15) continue;
         const int column = strip * kStripColumns + i - 1;
         const uint32_t word =
-            LoadWord(tile + (o + 1) * kRowBytes + Place((column + 1) * kPixelChunks + n) + t * 4);
+            LoadWord(tile + (o + 1) * kRowBytes + ((column + 1) * kPixelChunks + n) * 16 + t * 4);
         const float2 residual =
             make_float2(__uint_as_float(word << 16), __uint_as_float(word & 0xffff0000));
         const __nv_bfloat162 pair =
