@@ -21,6 +21,7 @@ INSTANCES = [
     "wgrad_few_channels_bf16_7x24_stride2",
     "wgrad_few_channels_f16_3x16_stride2",
     "wgrad_few_channels_bf16_4x16_stride4",
+    "wgrad_few_channels_bf16_3x16_stride1",
 ]
 # Strips, batches, and parts of 64 output channels; even, odd and negative padding.
 BATCHED = problem(
@@ -67,6 +68,12 @@ CASES = [
     (INSTANCES[7], problem("4ch", (28, 264), 3, n=2, c=4, k=32, stride=2, padding=1)),
     (INSTANCES[7], problem("row", (9, 40), (3, 5), c=3, k=8, stride=(2, 3), padding=(1, 0))),
     (INSTANCES[8], problem("two_parts", (31, 232), 4, c=3, k=136, stride=4, padding=(2, 1))),
+    # Windows that are an odd number of elements apart.
+    (INSTANCES[9], problem("wide", (14, 136), 3, n=3, c=3, k=72, padding=1)),
+    (
+        INSTANCES[9],
+        problem("short", (23, 24), 3, n=2, c=5, k=40, padding=((0, 1), (2, 1)), batch=2),
+    ),
     (INSTANCES[8], problem("one_part", (32, 64), 4, n=3, c=3, k=96, stride=4)),
 ]
 
@@ -131,7 +138,15 @@ def test_nan_and_infinity_stay_in_their_windows(
 
 @pytest.mark.parametrize(
     "instance, window, stride",
-    [(i, w, s) for i, w, s in ((INSTANCES[6], 7, 2), (INSTANCES[7], 3, 2), (INSTANCES[8], 4, 4))],
+    [
+        (i, w, s)
+        for i, w, s in (
+            (INSTANCES[6], 7, 2),
+            (INSTANCES[7], 3, 2),
+            (INSTANCES[8], 4, 4),
+            (INSTANCES[9], 3, 1),
+        )
+    ],
 )
 def test_nan_of_x_reaches_only_the_taps_that_multiply_it(
     program, instance, window, stride, tmp_path

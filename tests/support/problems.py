@@ -394,6 +394,7 @@ STEMS = [
     problem("stem_3x3_strips", (10, 232), 3, n=1, c=1, k=72, stride=2, padding=((0, 1), (0, 1))),
     problem("stem_3x3_narrow", (9, 20), 3, c=2, k=24, stride=2, padding=1),
     problem("stem_3x3_batched", (8, 14), 3, c=4, k=8, stride=2, padding=1, batch=2),
+    problem("stem_3x3_dense", (9, 136), 3, c=3, k=72, padding=1),
     problem("stem_4x4", (15, 40), 4, c=3, k=136, stride=4, padding=((0, 1), (2, 2))),
     problem("stem_4x4_strips", (12, 488), 4, n=1, c=4, k=40, stride=4),
     problem("stem_4x4_batched", (16, 24), 4, c=2, k=8, stride=4, padding=1, batch=2),

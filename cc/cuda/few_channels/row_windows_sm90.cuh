@@ -164,10 +164,10 @@ __global__ void __launch_bounds__(Tag::kThreads, 1)
   if (warpgroup >= kShape.consumers) {
     // Spreads every other group. A thread has a pixel, of all rows or of every other one.
     if constexpr (Tag::kSetsRegisters) LowerRegisters<112>();
-    constexpr int kOfRow = kPixels > 64 ? 128 : 64, kSteps = kRows * kOfRow / 128;
+    constexpr int kOfRow = kPixels > 64 ? 128 : 64, kSteps = (kRows * kOfRow + 127) / 128;
     const auto thread = static_cast<int32_t>(threadIdx.x % 128);
     const int32_t pixel = thread % kOfRow, row = thread / kOfRow;
-    const bool in_strip = pixel < kPixels;
+    const bool in_strip = pixel < kPixels && row < kRows;
     const uint32_t element = params.lead_bytes + pixel * params.step_bytes;
     const uint32_t misaligned = element % 4 * 8;  // bits
     const uint32_t from = raw + row * params.raw_row_bytes + element / 4 * 4;
