@@ -244,6 +244,7 @@ OTHERS = {
     "dgrad_few_channels_f16_128x64_narrow": [NARROW],
     "wgrad_few_channels_bf16_32x64_narrow": [NARROW],
     "wgrad_few_channels_bf16_192x64_chunks": [IMAGE_WIDE],
+    "wgrad_few_channels_bf16_7x24_stride2": [IMAGE],
     "fprop_igemm_wgmma_f16_128x128x64_cooperative": [STRIDED],
     "dgrad_igemm_wgmma_bf16_128x64x64_pingpong": [STRIDED],
     "dgrad_igemm_wgmma_bf16_192x128x64_pingpong_patches": [PATCHES, PATCHES_MANY],
