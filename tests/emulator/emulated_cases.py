@@ -371,6 +371,7 @@ EPILOGUES = {
         (DEPTHWISE_TMA[2], "scale bias residual relu6 pre", "")
     ],
     "fprop_depthwise_bf16_4ch_5x5_stride2_walk": [(DEPTHWISE_WALK[1], "scale residual silu", "")],
+    "fprop_depthwise_f32_4ch_3x3_stride2_walk": [(DEPTHWISE_TMA[2], "bias residual relu", "")],
     "fprop_depthwise_bf16_32ch_7x7": [(DEPTHWISE[4], "scale bias relu", "")],
     "fprop_depthwise_f32_32ch_5x5_stride2": [(DEPTHWISE[3], "scale residual hard_swish", "")],
 }
