@@ -16,8 +16,6 @@ from jaxconv._src.problem.spec import Op
 
 # The emulator runs every line of these families' tables.
 WHOLE = ("block_diagonal", "depthwise", "winograd", "winograd_int8")
-# dgrad instances whose line of the table is tested as fprop, but whose walk has other steps.
-ALSO = ("dgrad_depthwise_bf16_4ch_5x5_stride2_walk",)
 
 DEPTHWISE = [
     problem("3x3", (9, 11), 3, c=72, k=72, groups=72, padding=1),
@@ -475,7 +473,7 @@ def problems_of_winograd(instance: str) -> Iterator[tuple[Problem, str]]:
 def cases() -> Iterator[Case]:
     """Every case, in the order of the tables."""
     whole = [name for family in WHOLE for name in lines_of(family)]
-    for instance in [*whole, *ALSO, *OTHERS]:
+    for instance in [*whole, *OTHERS]:
         family, op, dtype, *_ = host_build.forms()[instance]
         options: tuple[str, ...] = ()
         if family == "depthwise":

@@ -105,9 +105,8 @@ Status PlanWalk(const KernelDesc& kernel, const ConvProblem& problem, const Gpu&
     if (items > kMostItems) break;
     const double ctas = static_cast<double>(CeilDiv(items, instance.threads));
     const double issued = issue(items * (steps + turns - 1));
-    const double moved =
-        copy * (1 + kLossOfDoubling / static_cast<double>(stride) *
-                        std::log2(static_cast<double>(steps)));
+    const double moved = copy * (1 + kLossOfDoubling / static_cast<double>(stride) *
+                                         std::log2(static_cast<double>(steps)));
     // A part's steps before its first outputs do all multiply-adds, but only read bytes.
     const double early = issued > moved ? 1 : read;
     const double cycles =

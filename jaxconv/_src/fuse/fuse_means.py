@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend.core import JaxprEqn, Var
 
 from jaxconv._src.fuse import fuse_layers, fuse_statistics
@@ -26,8 +27,8 @@ from jaxconv._src.problem import epilogue
 # the sums.
 LEAST_BYTES = 4_000_000
 
-# Activations of few instructions. With silu the kernel takes 515 us in EfficientNet-B0's inference,
-# and XLA, which computes silu while it sums, 404.
+# Activations of few instructions in float32. In 16 bits the kernel's other activations also take
+# about as long as DRAM.
 _QUICK = ("relu", "relu6", "leaky_relu", "hard_swish")
 
 
@@ -51,10 +52,12 @@ def rewritten(eqns: Sequence[JaxprEqn], outvars: Sequence[Any]) -> list[JaxprEqn
     return graph.with_replaced(placed)
 
 
-def _quick(form: Form) -> bool:
+def _quick(form: Form, dtype: np.dtype) -> bool:
     """Whether the kernel is bound by DRAM rather than by the activation's instructions."""
     act = form.activation
-    return act is not None and epilogue.parse_activation(act.activation)[0] in _QUICK
+    if act is None:
+        return False
+    return dtype.itemsize == 2 or epilogue.parse_activation(act.activation)[0] in _QUICK
 
 
 def _sums(graph: Graph, array: Var, axis: int) -> tuple[list[Any], Callable[..., Any]] | None:
@@ -69,7 +72,7 @@ def _sums(graph: Graph, array: Var, axis: int) -> tuple[list[Any], Callable[...,
         form, of_z = made.params["form"], type_of(z)
         taken = of_z.shape[0] == segments and of_z.shape[-1] == aval.shape[axis]
         taken = taken and activated_sums.accepts(form, of_z.shape, of_z.dtype, segments)
-        if not (taken and _quick(form) and not fuse_layers.in_memory(graph, z)):
+        if not (taken and _quick(form, of_z.dtype) and not fuse_layers.in_memory(graph, z)):
             return None
         call = functools.partial(activated_sums.activated_sums, form=form, segments=segments)
         return [z, *made.invars], call
