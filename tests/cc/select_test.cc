@@ -138,8 +138,7 @@ void TestEpilogues() {
   Expect(fused_instances > 50, "fused instances take these layers");
 }
 
-// Measured on an H200: a clamping epilogue costs almost nothing; an epilogue that passes through
-// shared memory takes as long as a separate XLA kernel.
+// Measured on an H200: a clamping epilogue costs almost nothing; gelu takes a loop over the results.
 void TestEpilogueCosts() {
   const Gpu h200 = Model("h200");
   auto added = [&](const std::string& layer, const std::string& epilogue) {
@@ -151,7 +150,7 @@ void TestEpilogueCosts() {
   const std::string dense = "n256 g1 c256 k256 i14x14 f3x3 o14x14 s1x1 l1x1 d1x1 p1_1x1_1";
   Expect(added(pointwise, "scale bias relu") < 4, "a cheap one");
   Expect(added(dense, "scale bias relu") < 4, "another");
-  Expect(added(dense, "scale bias gelu") > 15, "one that passes through shared memory");
+  Expect(added(dense, "scale bias gelu") > 6, "one in a loop");
 }
 
 // Filters stored as krsc run on the same kernels as rsck if these read both layouts, and on no
