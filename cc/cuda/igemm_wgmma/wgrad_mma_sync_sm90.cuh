@@ -34,6 +34,7 @@
 #include "cuda/igemm_wgmma/launch_sm90.cuh"
 #include "cuda/igemm_wgmma/loads_sm90.cuh"
 #include "cuda/igemm_wgmma/tile_walk.cuh"
+#include "cuda/igemm_wgmma/wgrad_rows_sm90.cuh"
 #include "cuda/ptx/mma.cuh"
 #include "cuda/ptx/shared_memory.cuh"
 
@@ -100,47 +101,6 @@ struct MmaSyncTile {
         // In serpentine order, so that consecutive instructions share an operand.
         const int j = i % 2 == 0 ? jj : kWarpN / 8 - 1 - jj;
         MultiplyAdd<float>(acc.value[i][j], from.a[i], from.b[j][0], from.b[j][1]);
-      }
-    }
-  }
-
-  // The output position of a warp's box of 32 rows: the output offset of its first channel and
-  // column, that channel's row of the filter, and how many of its channels exist.
-  struct BoxPlace {
-    int64_t offset;
-    int32_t row;
-    int channels;
-  };
-
-  // box_place(box): the BoxPlace of the warp's box; `pitch`: elements from one channel to the next;
-  // `channel0`: the output channel of the first of `columns` columns.
-  template <class Epilogue, typename BoxPlaceOf>
-  static __device__ __forceinline__ void Store(const Accumulators& acc, float* out, int32_t pitch,
-                                               int columns, int channel0, const Epilogue& epilogue,
-                                               BoxPlaceOf box_place) {
-    const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-#pragma unroll
-    for (int box = 0; box < kWarpM / 32; ++box) {
-      const BoxPlace place = box_place(box);
-#pragma unroll
-      for (int r = 0; r < 4; ++r) {
-        const int row = r / 2 * 16 + 2 * g + r % 2;
-        if (row >= place.channels) continue;
-        float* const to = out + place.offset + int64_t{row} * pitch + 2 * t;
-        const float (&rows)[kWarpN / 8][4] = acc.value[2 * box + r / 2];
-#pragma unroll
-        for (int j = 0; j < kWarpN / 8; ++j) {
-          if (j * 8 >= columns) break;
-          float pair[2];
-#pragma unroll
-          for (int e = 0; e < 2; ++e) {
-            pair[e] = epilogue.template operator()<float>(
-                rows[j][r % 2 * 2 + e],
-                OutputPlace{to + j * 8 + e - out, place.row + row, channel0 + j * 8 + 2 * t + e,
-                            /*inside=*/true});
-          }
-          *reinterpret_cast<float2*>(to + j * 8) = make_float2(pair[0], pair[1]);
-        }
       }
     }
   }
@@ -243,20 +203,19 @@ __device__ __forceinline__ void ConsumeMmaSyncStages(const Params& params, uint3
         }
       }
     }
-    const int32_t n_first = place.n_tile * Tile::kTileN + n_warp;
-    const int64_t base = place.OutputOffset(params, n_first);
-    auto box_place = [&](int box) -> typename Tile::BoxPlace {
-      const int32_t m = place.m_tile * Tile::kTileM + m_warp + box * 32;
+    const int g = threadIdx.x % 32 / 4;
+    const auto epilogue = MakeEpilogue<Epilogue>(params.epilogue, params.slice_elements > 0);
+#pragma unroll
+    for (int i = 0; i < Tile::kWarpM / 16; ++i) {
+      const int32_t m = place.m_tile * Tile::kTileM + m_warp + i / 2 * 32;
       int32_t tap, channel_block;
       params.channel_blocks.Divmod(m / 32, &tap, &channel_block);
-      const int32_t row = tap * params.row_channels + channel_block * 32;
-      return {
-          base + (int64_t{tap} * params.row_channels + channel_block * 32) * params.out_channels,
-          row, m < of.rows ? params.row_channels - channel_block * 32 : 0};
-    };
-    const auto epilogue = MakeEpilogue<Epilogue>(params.epilogue, params.slice_elements > 0);
-    Tile::Store(acc, static_cast<float*>(params.out), params.out_channels, params.gemm_n - n_first,
-                place.group * params.gemm_n + n_first, epilogue, box_place);
+      const int32_t channel = channel_block * 32 + i % 2 * 16 + 2 * g;
+      StoreWgradRows<Tile::kWarpN>(params, place, acc.value[i][0],
+                                   place.n_tile * Tile::kTileN + n_warp,
+                                   tap * params.row_channels + channel,
+                                   m < of.rows ? params.row_channels - channel : 0, epilogue);
+    }
     FinishTile<Tile>(params, place, of, epilogue);
   }
 }

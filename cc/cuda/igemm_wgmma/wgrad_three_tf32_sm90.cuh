@@ -29,6 +29,7 @@
 
 #include "cuda/common/split_tf32.cuh"
 #include "cuda/igemm_wgmma/wgrad_mma_sync_sm90.cuh"
+#include "cuda/igemm_wgmma/wgrad_rows_sm90.cuh"
 #include "cuda/ptx/tma_sm90.cuh"
 #include "cuda/ptx/wgmma_sm90.cuh"
 
@@ -183,37 +184,14 @@ __device__ __forceinline__ void ConsumeThreeTf32Columns(const Params& params, ui
 #pragma unroll
       for (int j = 0; j < Tile::kN / 2; ++j) sums[j] += WgmmaResult(part[j]);
     }
-    // Like MmaSyncTile::Store.
-    const int32_t n_first = place.n_tile * Tile::kTileN;
     const int32_t m = place.m_tile * Tile::kTileM + warp / 2 * 32;
     int32_t tap, channel_block;
     params.channel_blocks.Divmod(m / 32, &tap, &channel_block);
-    const int32_t channels = m < of.rows ? params.row_channels - channel_block * 32 : 0;
-    const int32_t row0 = tap * params.row_channels + channel_block * 32;
-    const int32_t columns = params.gemm_n - n_first;
-    float* const out = static_cast<float*>(params.out);
-    const int64_t base = place.OutputOffset(params, n_first) + int64_t{row0} * params.out_channels;
+    const int32_t channel = channel_block * 32 + warp % 2 * 16 + 2 * g;
     const auto epilogue = MakeEpilogue<Epilogue>(params.epilogue, params.slice_elements > 0);
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const int row = warp % 2 * 16 + 2 * g + r;
-      if (row >= channels) continue;
-      const int64_t to = base + int64_t{row} * params.out_channels + 2 * t;
-#pragma unroll
-      for (int j = 0; j < Tile::kN / 8; ++j) {
-        if (j * 8 >= columns) break;
-        float pair[2];
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          pair[e] = epilogue.template operator()<float>(
-              sums[j * 4 + r * 2 + e],
-              OutputPlace{to + j * 8 + e, row0 + row,
-                          place.group * params.gemm_n + n_first + j * 8 + 2 * t + e,
-                          /*inside=*/true});
-        }
-        *reinterpret_cast<float2*>(out + to + j * 8) = make_float2(pair[0], pair[1]);
-      }
-    }
+    StoreWgradRows<Tile::kN>(params, place, sums, place.n_tile * Tile::kTileN,
+                             tap * params.row_channels + channel,
+                             m < of.rows ? params.row_channels - channel : 0, epilogue);
     FinishTile<Tile>(params, place, of, epilogue);
   }
 }
