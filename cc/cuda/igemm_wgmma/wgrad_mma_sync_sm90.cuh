@@ -34,7 +34,7 @@
 #include "cuda/igemm_wgmma/launch_sm90.cuh"
 #include "cuda/igemm_wgmma/loads_sm90.cuh"
 #include "cuda/igemm_wgmma/tile_walk.cuh"
-#include "cuda/igemm_wgmma/wgrad_rows_sm90.cuh"
+#include "cuda/igemm_wgmma/wgrad_fragments_sm90.cuh"
 #include "cuda/ptx/mma.cuh"
 #include "cuda/ptx/shared_memory.cuh"
 
@@ -106,14 +106,16 @@ struct MmaSyncTile {
   }
 };
 
-// The producer, one thread. A tile's rows are boxes from the list of taps x channel blocks. The
-// boxes' coordinates lie in shared memory, because registers would spill.
-template <class Tile>
+// A producer, one thread. A tile's rows are boxes from the list of taps x channel blocks. The boxes'
+// coordinates lie in shared memory, because registers would spill. kProducers take turns at
+// k-blocks; this one's next is `turn` k-blocks ahead.
+template <class Tile, int kProducers = 1>
 __device__ __forceinline__ void ProduceMmaSyncStages(const Params& params, const Maps& maps,
-                                                     uint32_t ring,
-                                                     const Barriers<Tile>& barriers) {
+                                                     uint32_t ring, const Barriers<Tile>& barriers,
+                                                     int turn = 0) {
   constexpr int kBoxesA = Tile::kTileM / 32;
-  static_assert(Tile::kBoxesAt + kBoxesA * 16 <= Tile::kRingAt);
+  static_assert(Tile::kBoxesAt + kProducers * kBoxesA * 16 <= Tile::kRingAt);
+  const uint32_t list = ring + Tile::kBoxesAt + turn * kBoxesA * 16;
   const ResidueClass& of = params.residue_class[0];
   const CUtensorMap* map_a = &maps.a[0];
   RingPlace<Tile::kStages> stage;
@@ -132,12 +134,18 @@ __device__ __forceinline__ void ProduceMmaSyncStages(const Params& params, const
           static_cast<uint32_t>(of.offset0[0] + (tap - t1 * of.taps[0]) * of.offset_step[0]),
           static_cast<uint32_t>(of.offset0[1] + t1 % of.taps[1] * of.offset_step[1]),
           static_cast<uint32_t>(of.offset0[2] + t1 / of.taps[1] * of.offset_step[2])};
-      StoreChunk(ring + Tile::kBoxesAt + i * 16, box);
+      StoreChunk(list + i * 16, box);
     }
     const int32_t first = place.slice * params.k_blocks_per_slice;
     const int32_t k_blocks = min(params.k_blocks_per_slice, of.k_blocks - first);
     WaitForPrecedingGrids();
     for (int32_t k_block = 0; k_block < k_blocks; ++k_block) {
+      if (turn > 0) {
+        --turn;
+        stage.Next();
+        continue;
+      }
+      turn = kProducers - 1;
       const int32_t pixel = (first + k_block) * Tile::kPixels;
       const PixelPlace at(params, of, pixel, params.pixels, place.batch);
       BarrierWait(barriers.Empty(stage.slot), stage.parity ^ 1);
@@ -147,7 +155,7 @@ __device__ __forceinline__ void ProduceMmaSyncStages(const Params& params, const
       CopyTile4d(shared + Tile::kBytesA, &maps.b, barrier, 0, pixel, k_block_of_dy, place.batch);
 #pragma unroll 1
       for (int i = 0; i < boxes; ++i) {
-        const uint4 box = LoadChunk(ring + Tile::kBoxesAt + i * 16);
+        const uint4 box = LoadChunk(list + i * 16);
         LoadBox(params.rank, shared + i * Tile::kBoxBytes, map_a, barrier,
                 static_cast<int32_t>(box.x), at, box.y, box.z, box.w);
       }
@@ -203,18 +211,12 @@ __device__ __forceinline__ void ConsumeMmaSyncStages(const Params& params, uint3
         }
       }
     }
-    const int g = threadIdx.x % 32 / 4;
     const auto epilogue = MakeEpilogue<Epilogue>(params.epilogue, params.slice_elements > 0);
 #pragma unroll
     for (int i = 0; i < Tile::kWarpM / 16; ++i) {
-      const int32_t m = place.m_tile * Tile::kTileM + m_warp + i / 2 * 32;
-      int32_t tap, channel_block;
-      params.channel_blocks.Divmod(m / 32, &tap, &channel_block);
-      const int32_t channel = channel_block * 32 + i % 2 * 16 + 2 * g;
-      StoreWgradRows<Tile::kWarpN>(params, place, acc.value[i][0],
-                                   place.n_tile * Tile::kTileN + n_warp,
-                                   tap * params.row_channels + channel,
-                                   m < of.rows ? params.row_channels - channel : 0, epilogue);
+      StoreWgradFragment<Tile::kWarpN, /*kWide=*/false>(
+          params, place, acc.value[i][0], place.n_tile * Tile::kTileN + n_warp,
+          place.m_tile * Tile::kTileM + m_warp + i * 16, epilogue);
     }
     FinishTile<Tile>(params, place, of, epilogue);
   }
