@@ -50,7 +50,7 @@ JAXCONV_ON_DEVICE inline bool ExactActivation(Activation activation) {
 // Error bound of a device's activation of `t`: one rounding to `dtype`, some units in the last
 // place of the float32 result, and the rounding of t, which the activation passes on.
 JAXCONV_ON_DEVICE inline double ActivationTolerance(DType dtype, double t, double result) {
-  const double rounding = dtype == DType::kF32 ? 5e-7 : dtype == DType::kF16 ? 4.9e-4 : 3.95e-3;
+  const double rounding = dtype == DType::kF32 ? 5e-7 : dtype == DType::kF16 ? 4.96e-4 : 3.95e-3;
   return rounding * std::fabs(result) + 3e-7 * std::fabs(t) + (dtype == DType::kF16 ? 6e-8 : 1e-30);
 }
 

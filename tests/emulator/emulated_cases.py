@@ -356,7 +356,11 @@ EPILOGUES = {
         (IMAGE, "scale bias relu6", ""),
         (IMAGE, "bias residual relu", ""),
     ],
-    "fprop_few_channels_f16_7x7_stride2": [(IMAGE, "scale bias relu6", "")],
+    "fprop_few_channels_f16_7x7_stride2": [
+        (IMAGE, "scale bias relu6", ""),
+        (IMAGE, "scale bias silu", ""),
+        (IMAGE, "bias hard_swish", ""),
+    ],
     "fprop_few_channels_f32_128x64": [
         (IMAGE, "scale bias relu6", ""),
         (IMAGE, "bias residual relu pre", ""),
@@ -373,6 +377,7 @@ EPILOGUES = {
     "fprop_depthwise_f16_32ch_7x7_pairs": [
         (DEPTHWISE_TMA[4], "bias", ""),
         (DEPTHWISE_TMA[4], "scale residual silu pre", ""),
+        (DEPTHWISE_TMA[4], "scale bias hard_swish", ""),
     ],
     "fprop_depthwise_f16_8ch_3x3_stride2_walk": [
         (DEPTHWISE_TMA[2], "scale bias residual relu6 pre", "")

@@ -1,6 +1,6 @@
 // Activations of float sums.
 //
-// Quick activations take one to six instructions and are inlined in every store. The others take 10
+// Quick activations take one to six instructions and are inlined in every store. The others take 5
 // to 30; a copy for each of a thread's 64 to 160 sums would fill the instruction cache, so stores
 // apply them in a loop that is not unrolled. All functions here are inlined, because a call beside
 // wgmma makes ptxas serialise it.
@@ -98,14 +98,6 @@ __device__ __forceinline__ void ActivateQuick(Activation activation, float negat
   }
 }
 
-// v / 2 * (1 + tanh(u)) = v * sigmoid(2 u); the sigmoid's exponent is -2 u = -v (linear + cubic
-// v^2).
-__device__ __forceinline__ float GeluTanh(float v) {
-  constexpr float kLinear = -1.5957691f, kCubic = -0.071354816f;
-  const float p = fmaf(v * v, kCubic, kLinear), x = v * p;
-  return v * Logistic(x);
-}
-
 // R(a) and the exponential of Q(a) = Phi(-a) = exp(-a^2 / 2) R(a), for a = |c| <= 15. R(a) (a + 3)
 // is a polynomial in (a - 3) / (a + 3), fitted to erfcx: relative error 4.9e-8. Q(15) is zero.
 struct NormalTail {
@@ -127,70 +119,117 @@ __device__ __forceinline__ NormalTail NormalTailOf(float c) {
   return {p, Exp(square, fmaf(half, c, -square))};
 }
 
-// v Phi(v) = max(v, 0) - |v| Q(|v|).
-__device__ __forceinline__ float Gelu(float v) {
-  const NormalTail tail = NormalTailOf(MaxNan(MinNan(v, 15), -15));
-  return fmaf(-fabsf(MinNan(v, 15)), tail.ratio * tail.exp.value * tail.exp.power, MaxNan(v, 0));
-}
+// Activations of results in float32, within 4 ulp (gelu 6). Exception: where gelu_tanh vanishes, the
+// rounded exponent costs 16 ulp at -3 and 60 at -6. Results below 1e-36 may be zero.
+struct FloatActivations {
+  // sigmoid(v).
+  static __device__ __forceinline__ float Sigmoid(float v) { return Logistic(-v); }
 
-// 1 - 2 / (1 + exp(2 |v|)); near zero, where this cancels, v + v^3 P(v^2).
-__device__ __forceinline__ float Tanh(float v) {
-  const float a = fabsf(v), square = v * v;
-  const float large = fmaf(-2, Logistic(2 * a), 1);
-  float p = fmaf(-5.90604e-3f, square, 2.080552e-2f);
-  p = fmaf(p, square, -5.378672e-2f);
-  p = fmaf(p, square, 1.3331959e-1f);
-  p = fmaf(p, square, -3.3333299e-1f) * square;
-  return a < 0.6f ? fmaf(v, p, v) : copysignf(large, v);
-}
+  // v / 2 * (1 + tanh(u)) = v * sigmoid(2 u), with 2 u = v (linear + cubic v^2).
+  static __device__ __forceinline__ float GeluTanh(float v) {
+    constexpr float kLinear = -1.5957691f, kCubic = -0.071354816f;
+    const float p = fmaf(v * v, kCubic, kLinear), x = v * p;
+    return v * Logistic(x);
+  }
 
-// An activation that is not quick, within 4 ulp of float32 (gelu 6). Exception: where gelu_tanh
-// vanishes, the rounded exponent costs 16 ulp at -3 and 60 at -6. Results below 1e-36 may be zero.
-template <int kCount>
+  // v Phi(v) = max(v, 0) - |v| Q(|v|).
+  static __device__ __forceinline__ float Gelu(float v) {
+    const NormalTail tail = NormalTailOf(MaxNan(MinNan(v, 15), -15));
+    return fmaf(-fabsf(MinNan(v, 15)), tail.ratio * tail.exp.value * tail.exp.power, MaxNan(v, 0));
+  }
+
+  // 1 - 2 / (1 + exp(2 |v|)); near zero, where this cancels, v + v^3 P(v^2).
+  static __device__ __forceinline__ float Tanh(float v) {
+    const float a = fabsf(v), square = v * v;
+    const float large = fmaf(-2, Logistic(2 * a), 1);
+    float p = fmaf(-5.90604e-3f, square, 2.080552e-2f);
+    p = fmaf(p, square, -5.378672e-2f);
+    p = fmaf(p, square, 1.3331959e-1f);
+    p = fmaf(p, square, -3.3333299e-1f) * square;
+    return a < 0.6f ? fmaf(v, p, v) : copysignf(large, v);
+  }
+};
+
+// Activations of results that are rounded to 16 bits: within 1.2e-5 of the result, a fortieth of
+// half an ulp of float16, in 5 (sigmoid, silu) to 16 instructions (gelu), which is half as many as
+// for float32. Results below 1e-36 may be zero.
+struct ShortActivations {
+  static constexpr float kLog2E = 1.44269502f;
+
+  static __device__ __forceinline__ float Sigmoid(float v) {
+    return Reciprocal(1 + PowerOf2(v * -kLog2E));
+  }
+
+  static __device__ __forceinline__ float GeluTanh(float v) {
+    constexpr float kLinear = -1.5957691f * kLog2E, kCubic = -0.071354816f * kLog2E;
+    return v * Reciprocal(1 + PowerOf2(v * fmaf(v * v, kCubic, kLinear)));
+  }
+
+  // max(v, 0) - |v| Q(|v|), with |v| Q(|v|) = exp(-v^2 / 2) s P(s) and s = |v| / (|v| + 3.25).
+  static __device__ __forceinline__ float Gelu(float v) {
+    const float least = MinNan(v, 15), s = Share(least);
+    return fmaf(-Density(least), s * TailRatio(s), MaxNan(v, 0));
+  }
+
+  // (1 - e) / (1 + e) with e = exp(-2 |v|); near zero, where this cancels, v - v^3 / 3.
+  static __device__ __forceinline__ float Tanh(float v) {
+    const float e = PowerOf2(fabsf(v) * (-2 * kLog2E));
+    const float large = (1 - e) * Reciprocal(1 + e);
+    return fabsf(v) < 0.03f ? fmaf(v * v * v, -1 / 3.0f, v) : copysignf(large, v);
+  }
+
+  // exp(-c^2 / 2).
+  static __device__ __forceinline__ float Density(float c) {
+    const float root = c * 0.849321800f;  // sqrt(log2(e) / 2)
+    return PowerOf2(-root * root);
+  }
+  static __device__ __forceinline__ float Share(float c) {
+    return fabsf(c) * Reciprocal(fabsf(c) + 3.25f);
+  }
+  // (a + 3.25) exp(a^2 / 2) Q(a) as a polynomial in s = a / (a + 3.25), for a <= 13.5: relative
+  // error 3.7e-6. Q(13.5) is 1e-41.
+  static __device__ __forceinline__ float TailRatio(float s) {
+    float p = fmaf(2.46300951e-1f, s, -6.09425187e-1f);
+    p = fmaf(p, s, -4.32926267e-2f);
+    p = fmaf(p, s, 1.76945746f);
+    p = fmaf(p, s, -2.58823729f);
+    return fmaf(p, s, 1.62499404f);
+  }
+};
+
+// Those of results of type T.
+template <typename T>
+using ActivationsOf = std::conditional_t<sizeof(T) == 2, ShortActivations, FloatActivations>;
+
+// An activation that is not quick, of results that are stored as T.
+template <typename T, int kCount>
 __device__ __forceinline__ void ActivateSlow(Activation activation, float (&v)[kCount]) {
+  using Functions = ActivationsOf<T>;
+  const auto each = [&](auto function) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) v[i] = function(v[i]);
+  };
   if (activation == Activation::kSilu) {
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) v[i] *= Logistic(-v[i]);
+    each([](float t) { return t * Functions::Sigmoid(t); });
   } else if (activation == Activation::kSigmoid) {
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) v[i] = Logistic(-v[i]);
+    each([](float t) { return Functions::Sigmoid(t); });
   } else if (activation == Activation::kGeluTanh) {
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) v[i] = GeluTanh(v[i]);
+    each([](float t) { return Functions::GeluTanh(t); });
   } else if (activation == Activation::kGelu) {
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) v[i] = Gelu(v[i]);
+    each([](float t) { return Functions::Gelu(t); });
   } else {
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) v[i] = Tanh(v[i]);
+    each([](float t) { return Functions::Tanh(t); });
   }
 }
 
-template <int kCount>
+template <typename T, int kCount>
 __device__ __forceinline__ void Activate(Activation activation, float negative_slope,
                                          float (&v)[kCount]) {
   if (IsQuick(activation)) {
     ActivateQuick(activation, negative_slope, v);
   } else {
-    ActivateSlow(activation, v);
+    ActivateSlow<T>(activation, v);
   }
-}
-
-// The same for one value, by CUDA's math functions: with the functions above, few_channels spills.
-__device__ __forceinline__ float ActivateByLibrary(Activation activation, float negative_slope,
-                                                   float v) {
-  if (IsQuick(activation)) {
-    float value[1] = {v};
-    ActivateQuick(activation, negative_slope, value);
-    return value[0];
-  }
-  if (activation == Activation::kGelu) return 0.5f * v * erfcf(v * -0.70710678f);
-  if (activation == Activation::kTanh) return tanhf(v);
-  const bool gelu = activation == Activation::kGeluTanh;
-  const float u = gelu ? v * fmaf(0.071354816f * v, v, 1.5957691f) : v;
-  const float e = expf(-fabsf(u));
-  const float s = __fdividef(u < 0 ? e : 1, 1 + e);
-  return activation == Activation::kSigmoid ? s : v * s;
 }
 
 }  // namespace jaxconv

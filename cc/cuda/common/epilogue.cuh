@@ -60,8 +60,7 @@ struct FusedEpilogue {
   __device__ __forceinline__ const FusedEpilogue& Whole() const { return *this; }
   __device__ explicit FusedEpilogue(const EpilogueParams& p) : params(p) {}
 
-  // kByLibrary: uses CUDA's math functions, for kernels with few free registers.
-  template <typename Out, bool kByLibrary = false, typename Acc>
+  template <typename Out, typename Acc>
   __device__ __forceinline__ float operator()(Acc sum, const OutputPlace& at) const {
     if (!at.inside) return 0;
     float value[1] = {static_cast<float>(sum)};
@@ -69,12 +68,8 @@ struct FusedEpilogue {
     if (params.residual != nullptr) residual = Residual<Out, 1>(at.offset);
     Scale(Terms<1>(at.channel), value);
     Add<Out>(value, residual, at.offset);
-    if constexpr (kByLibrary) {
-      return ActivateByLibrary(params.activation, params.negative_slope, value[0]);
-    } else {
-      Activate(params.activation, params.negative_slope, value);
-      return value[0];
-    }
+    Activate<Out>(params.activation, params.negative_slope, value);
+    return value[0];
   }
   __device__ __forceinline__ void FinishTile(int32_t, int32_t, int32_t, int32_t) const {}
 

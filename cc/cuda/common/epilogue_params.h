@@ -25,12 +25,10 @@ struct EpilogueParams {
   Activation activation = Activation::kNone;
   float negative_slope = 0;  // for kLeakyRelu
   // The destination of the sums of y (merge_moments.h) for each slot and channel; null: no
-  // statistics. moment_counters counters precede it, which the kernel sets to 0. Each consumer of a
-  // CTA joins its share of the first joined_tiles tiles in one of the first joined_slots slots;
-  // each further tile has its own slot.
+  // statistics. Each consumer of a CTA joins its share of the first joined_tiles tiles in one of
+  // the first joined_slots slots; each further tile has its own slot.
   ChannelSums* moments = nullptr;
   int32_t joined_tiles = 0, joined_slots = 0;
-  int32_t moment_counters = 0;
 
   EpilogueParams() = default;
   // The fields that a plan knows; a launch sets the pointers.

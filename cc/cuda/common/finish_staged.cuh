@@ -92,7 +92,7 @@ struct StagedVectors {
 #pragma unroll
       for (int q = 0; q < kWidth / 4; ++q) LoadShared<0>(quad(i, q), &values[4 * q]);
       const int64_t offset = offset_of(i);
-      ActivateSlow(epilogue.params.activation, values);
+      ActivateSlow<Out>(epilogue.params.activation, values);
       if (offset >= 0) Neighbours<Out, kWidth>::Rounded(values).Store(out + offset);
     }
   }

@@ -70,6 +70,9 @@ struct EpilogueCost {
   double clamps = 0.1;
   double residual = 0.03;    // in addition to the terms
   double activation = 0.15;  // silu; others in proportion (cuda/select.cc)
+  // Scale, bias and silu or hard_swish without a second result or residual, where the form has
+  // separate code for them; 0: it has none.
+  double swish = 0;
 };
 
 struct KernelDesc {

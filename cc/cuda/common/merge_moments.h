@@ -23,9 +23,8 @@ namespace jaxconv {
 
 inline constexpr int kMomentColumns = 16;  // channels of a merging CTA
 
-// The workspace: counters, the sums (slots, channels), and the sums of each part of the slots. A
-// CTA adds one part of the slots for 16 channels; the last CTA, found by an integer counter, adds
-// the parts in order.
+// The workspace: the sums (slots, channels). A CTA of the merging kernel adds one part of the slots
+// for 16 channels; the first CTA of a cluster adds the parts in order.
 struct MomentSlots {
   int64_t slots = 0;  // 0: no statistics
   int64_t channels = 0;
@@ -34,12 +33,8 @@ struct MomentSlots {
   int64_t Bytes() const;
   // Predicted time of the merging kernel.
   double Microseconds(const Gpu& gpu) const;
-  // Sets the pointers of a launch; the workspace is aligned to 16 bytes.
+  // Sets the pointer of a launch; the workspace is aligned to 16 bytes.
   void Bind(void* workspace, EpilogueParams* params) const;
-
-  int64_t Counters() const { return (channels + kMomentColumns - 1) / kMomentColumns; }
-  int64_t SumsAt() const { return (Counters() * int64_t{sizeof(int32_t)} + 15) / 16 * 16; }
-  int64_t PartsAt() const { return SumsAt() + slots * channels * int64_t{sizeof(ChannelSums)}; }
 };
 
 // statistics: (2, channels), the mean and the sum of squared deviations over all `rows` rows of y.

@@ -1,42 +1,57 @@
 #include <cuda_runtime.h>
 
+#include <cstring>
+
 #include "cuda/common/launch.cuh"
 #include "cuda/common/merge_moments.h"
+#include "cuda/ptx/cluster_sm90.cuh"
 #include "cuda/ptx/grid_dependency_sm90.cuh"
+#include "cuda/ptx/shared_memory.cuh"
 
 namespace jaxconv {
 namespace {
 
 constexpr int kColumns = kMomentColumns, kRuns = 64;  // threads of a CTA
+constexpr int kWarps = kRuns * kColumns / 32, kRunsOfWarp = 32 / kColumns;
 constexpr int kInFlight = 8;
 
-// Adds the runs of a CTA in a fixed order; the result is valid in the threads of the first run.
-__device__ ChannelSums AddRuns(ChannelSums sums, ChannelSums (*of_run)[kColumns]) {
-  __syncthreads();
-  of_run[threadIdx.y][threadIdx.x] = sums;
-  for (int half = kRuns / 2; half > 0; half /= 2) {
-    __syncthreads();
-    if (threadIdx.y >= half) continue;
-    const ChannelSums& more = of_run[threadIdx.y + half][threadIdx.x];
-    sums.sum += more.sum, sums.squares += more.squares;
-    of_run[threadIdx.y][threadIdx.x] = sums;
-  }
-  return sums;
+__device__ __forceinline__ void Add(const ChannelSums& more, ChannelSums* sums) {
+  sums->sum += more.sum, sums->squares += more.squares;
 }
 
-// blockIdx.y: part of the slots.
+// Adds the runs of a CTA in a fixed order; the result is valid in the first kColumns threads.
+__device__ __forceinline__ ChannelSums AddRuns(ChannelSums sums, ChannelSums (*of_warp)[kColumns]) {
+  const int column = threadIdx.x % kColumns, warp = threadIdx.x / 32;
+#pragma unroll
+  for (int run = 1; run < kRunsOfWarp; run *= 2) {
+    const int lanes = run * kColumns;
+    Add({__shfl_xor_sync(0xffffffff, sums.sum, lanes),
+         __shfl_xor_sync(0xffffffff, sums.squares, lanes)},
+        &sums);
+  }
+  if (threadIdx.x % 32 < kColumns) of_warp[warp][column] = sums;
+  __syncthreads();
+  if (threadIdx.x >= kColumns) return {};
+  ChannelSums all = {};
+#pragma unroll
+  for (int w = 0; w < kWarps; ++w) Add(of_warp[w][column], &all);
+  return all;
+}
+
+// A cluster: kColumns channels; its CTAs: the parts of the slots.
 __global__ void __launch_bounds__(kColumns* kRuns)
-    MergeMoments(const ChannelSums* slots_sums, int32_t* counters, int64_t slots, int64_t channels,
-                 int64_t slots_of_part, double rows, ChannelSums* parts, float* statistics) {
-  __shared__ ChannelSums of_run[kRuns][kColumns];
-  __shared__ int32_t ended;
+    MergeMoments(const ChannelSums* slots_sums, int64_t slots, int64_t channels,
+                 int64_t slots_of_part, int32_t parts, double rows, float* statistics) {
+  __shared__ ChannelSums of_warp[kWarps][kColumns];
+  __shared__ ChannelSums of_part[kColumns];
   WaitForPrecedingGrids();
   LetNextGridStart();
-  const int64_t channel = int64_t{blockIdx.x} * kColumns + threadIdx.x;
-  const int64_t begin = blockIdx.y * slots_of_part, end = min(slots, begin + slots_of_part);
+  const int column = threadIdx.x % kColumns, run = threadIdx.x / kColumns;
+  const int32_t part = blockIdx.x % parts;
+  const int64_t channel = int64_t{blockIdx.x / parts} * kColumns + column;
+  const int64_t begin = part * slots_of_part, end = min(slots, begin + slots_of_part);
   ChannelSums sums = {};
-  for (int64_t slot = begin + threadIdx.y; channel < channels && slot < end;
-       slot += kInFlight * kRuns) {
+  for (int64_t slot = begin + run; channel < channels && slot < end; slot += kInFlight * kRuns) {
     ChannelSums found[kInFlight];
 #pragma unroll
     for (int i = 0; i < kInFlight; ++i) {
@@ -44,29 +59,27 @@ __global__ void __launch_bounds__(kColumns* kRuns)
       found[i] = at < end ? slots_sums[at * channels + channel] : ChannelSums{0, 0};
     }
 #pragma unroll
-    for (int i = 0; i < kInFlight; ++i) {
-      sums.sum += found[i].sum, sums.squares += found[i].squares;
-    }
+    for (int i = 0; i < kInFlight; ++i) Add(found[i], &sums);
   }
-  sums = AddRuns(sums, of_run);
-  if (gridDim.y > 1) {
-    // The last CTA, whichever it is, adds all parts in the same order.
-    if (threadIdx.y == 0 && channel < channels) {
-      parts[blockIdx.y * channels + channel] = sums;
-      __threadfence();
+  sums = AddRuns(sums, of_warp);
+  if (parts > 1) {
+    if (threadIdx.x < kColumns) of_part[column] = sums;
+    ClusterArrive();
+    ClusterWait();
+    if (part == 0 && threadIdx.x < kColumns) {
+      sums = {};
+      for (int32_t rank = 0; rank < parts; ++rank) {
+        const float4 words = LoadCluster(AddressInCluster(SharedAddress(&of_part[column]), rank));
+        ChannelSums of_rank;
+        memcpy(&of_rank, &words, sizeof(of_rank));
+        Add(of_rank, &sums);
+      }
     }
-    __syncthreads();
-    if (threadIdx.x == 0 && threadIdx.y == 0) ended = atomicAdd(counters + blockIdx.x, 1);
-    __syncthreads();
-    if (ended + 1 < static_cast<int32_t>(gridDim.y)) return;
-    __threadfence();
-    sums = {};
-    if (channel < channels && threadIdx.y < gridDim.y) {
-      sums = parts[threadIdx.y * channels + channel];
-    }
-    sums = AddRuns(sums, of_run);
+    // No CTA ends before the first has read its sums.
+    ClusterArriveRelaxed();
+    ClusterWait();
   }
-  if (threadIdx.y > 0 || channel >= channels) return;
+  if (part > 0 || threadIdx.x >= kColumns || channel >= channels) return;
   const double mean = sums.sum / rows;
   double deviations = sums.squares - sums.sum * mean;
   if (deviations < 0) deviations = 0;  // NaN stays
@@ -78,17 +91,16 @@ __global__ void __launch_bounds__(kColumns* kRuns)
 
 Status LaunchMergeMoments(const MomentSlots& slots, int64_t rows, void* workspace,
                           float* statistics, void* stream) {
-  char* const first = static_cast<char*>(workspace);
   const int64_t parts = slots.Parts();
   LaunchConfig config;
-  config.threads = dim3(kColumns, kRuns);
-  config.grid = dim3(static_cast<unsigned>(slots.Counters()), static_cast<unsigned>(parts));
+  config.threads = kColumns * kRuns;
+  config.cluster = static_cast<unsigned>(parts);
+  config.grid = static_cast<unsigned>((slots.channels + kColumns - 1) / kColumns * parts);
   config.overlaps = true;
   return Launch<MergeMoments>("merge_moments", config, stream,
-                              reinterpret_cast<const ChannelSums*>(first + slots.SumsAt()),
-                              reinterpret_cast<int32_t*>(first), slots.slots, slots.channels,
-                              (slots.slots + parts - 1) / parts, static_cast<double>(rows),
-                              reinterpret_cast<ChannelSums*>(first + slots.PartsAt()), statistics);
+                              static_cast<const ChannelSums*>(workspace), slots.slots,
+                              slots.channels, (slots.slots + parts - 1) / parts,
+                              static_cast<int32_t>(parts), static_cast<double>(rows), statistics);
 }
 
 }  // namespace jaxconv

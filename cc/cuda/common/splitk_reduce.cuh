@@ -76,7 +76,7 @@ __global__ void __launch_bounds__(kSplitkThreads)
     if (by_vectors) {
       epilogue.Scale(epilogue.template Terms<kWidth>(static_cast<int32_t>(first % channels)), sum);
       epilogue.template Add<Out>(sum, residual, first);
-      Activate(epilogue_params.activation, epilogue_params.negative_slope, sum);
+      Activate<Out>(epilogue_params.activation, epilogue_params.negative_slope, sum);
     } else {
 #pragma unroll
       for (int e = 0; e < kWidth; ++e) {

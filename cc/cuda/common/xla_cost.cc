@@ -62,6 +62,32 @@ double PassMicroseconds(double bytes, const Gpu& gpu) {
 // transposed, takes 1.3 us more than dgrad of the same product.
 constexpr double kPassUs = 1;
 
+// The SM time of an activation of one element in XLA's elementwise kernels, ns. XLA divides exactly,
+// and computes erf by polynomials of which it selects one.
+double ActivationNs(Activation activation) {
+  switch (activation) {
+    case Activation::kSilu:
+    case Activation::kSigmoid:
+    case Activation::kTanh:
+      return 0.14;
+    case Activation::kGeluTanh:
+      return 0.26;
+    case Activation::kGelu:
+      return 0.41;
+    default:
+      return 0;
+  }
+}
+
+// What the activation adds to a pass that reads and writes the result: nothing while its bytes take
+// longer.
+double ActivationMicroseconds(const ConvProblem& problem, const Gpu& gpu) {
+  const auto outputs = static_cast<double>(problem.y_elements());
+  const auto width = static_cast<double>(ByteWidth(problem.output_dtype()));
+  const double computed = outputs / gpu.sm_count * ActivationNs(problem.epilogue.activation) / 1000;
+  return std::max(0.0, computed - PassMicroseconds(2 * width * outputs, gpu));
+}
+
 double EpilogueMicroseconds(const ConvProblem& problem, const Gpu& gpu) {
   const auto outputs = static_cast<double>(problem.y_elements());
   double us = 0;
@@ -70,8 +96,9 @@ double EpilogueMicroseconds(const ConvProblem& problem, const Gpu& gpu) {
   if (!terms.Plain()) {
     // The convolution's result is float32; an XLA kernel reads it and applies the epilogue.
     const auto floats = 2 * outputs * static_cast<double>(ByteWidth(DType::kF32));
-    us +=
-        gpu.launch_us + PassMicroseconds(floats + static_cast<double>(EpilogueBytes(problem)), gpu);
+    us += gpu.launch_us +
+          PassMicroseconds(floats + static_cast<double>(EpilogueBytes(problem)), gpu) +
+          ActivationMicroseconds(problem, gpu);
   }
   if (problem.epilogue.statistics) {
     // Another kernel reads the result for its statistics, and one more adds the partial sums.

@@ -142,8 +142,9 @@ struct PairedSums {
   }
 };
 
-// The epilogue of a sum before rounding: none; scale, bias and a clamp or silu; any.
-enum class Finish { kNone, kClamp, kSilu, kAny };
+// The epilogue of a sum before rounding: none; scale, bias and a clamp, or a swish (silu or
+// hard_swish); any.
+enum class Finish { kNone, kClamp, kSwish, kAny };
 
 // A lane's outputs of a row and their epilogue: pixel lane / 4 of both halves, two channels.
 template <class Tag>
@@ -172,21 +173,26 @@ struct PairedOutputs {
     }
   }
 
-  __device__ __forceinline__ bool TakesSilu() const {
+  __device__ __forceinline__ bool TakesSwish() const {
     return epilogue.params.residual == nullptr && epilogue.params.pre == nullptr &&
-           epilogue.params.activation == Activation::kSilu;
+           (epilogue.params.activation == Activation::kSilu ||
+            epilogue.params.activation == Activation::kHardSwish);
   }
 
   // Converts the sums of output row `row` of the tile to rounded pairs.
   template <Finish kWay>
   __device__ __forceinline__ void Round(const Params& params, int32_t row, const float (&sum)[4],
                                         uint32_t (&word)[2]) const {
-    if constexpr (kWay == Finish::kSilu) {
+    if constexpr (kWay == Finish::kSwish) {
       float values[4];
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const float t = fmaf(sum[i], clamp.terms.scale[i % 2], clamp.terms.bias[i % 2]);
-        values[i] = t * Logistic(-t);
+        values[i] = fmaf(sum[i], clamp.terms.scale[i % 2], clamp.terms.bias[i % 2]);
+      }
+      if (epilogue.params.activation == Activation::kSilu) {
+        ActivateSlow<T>(Activation::kSilu, values);
+      } else {
+        ActivateQuick(Activation::kHardSwish, 0, values);
       }
       word[0] = PackPair<T>(values[0], values[1]), word[1] = PackPair<T>(values[2], values[3]);
       return;
@@ -210,7 +216,7 @@ struct PairedOutputs {
       if (exists[h]) epilogue.template Add<T>(t, residual, offset);
       values[2 * h] = t[0], values[2 * h + 1] = t[1];
     }
-    Activate(epilogue.params.activation, epilogue.params.negative_slope, values);
+    Activate<T>(epilogue.params.activation, epilogue.params.negative_slope, values);
 #pragma unroll
     for (int h = 0; h < 2; ++h) word[h] = PackPair<T>(values[2 * h], values[2 * h + 1]);
   }
@@ -365,9 +371,9 @@ __global__ void __launch_bounds__(Tag::kCtaThreads,
     if constexpr (Epilogue::kPlain) {
       all ? walk(std::true_type(), Way<Finish::kNone>())
           : walk(std::false_type(), Way<Finish::kNone>());
-    } else if (outputs.TakesSilu()) {
-      all ? walk(std::true_type(), Way<Finish::kSilu>())
-          : walk(std::false_type(), Way<Finish::kSilu>());
+    } else if (outputs.TakesSwish()) {
+      all ? walk(std::true_type(), Way<Finish::kSwish>())
+          : walk(std::false_type(), Way<Finish::kSwish>());
     } else if (!LaneClamp<2>::Takes(epilogue)) {
       walk(std::false_type(), Way<Finish::kAny>());
     } else {

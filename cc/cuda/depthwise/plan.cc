@@ -311,6 +311,27 @@ using DirectTmaInstance = TmaInstance;
 using WgradInstance = Instance;
 using WgradTmaInstance = TmaInstance;
 
+EpilogueCost EpilogueCostOf(const KernelDesc& kernel) {
+  EpilogueCost cost;
+  if (kernel.plan == PlanPairs) {
+    cost.terms = 0.13, cost.clamps = 0.03, cost.activation = 0.06, cost.swish = 0.035;
+  } else if (kernel.plan == PlanWalk) {
+    // One copy of the code for all epilogues, for which a 5x5 filter leaves few registers.
+    const bool small = static_cast<const WalkInstance*>(kernel.instance)->filter_rows == 3;
+    cost.terms = cost.clamps = small ? 0.03 : 0.14;
+    cost.activation = 0.005;
+  } else {
+    const bool direct = kernel.plan == MakePlan;
+    const auto* instance = direct ? static_cast<const Instance*>(kernel.instance) : nullptr;
+    cost.terms = direct && instance->filter_rows == 3 ? 0.1 : 0.2;
+    cost.activation = 0.1;
+    // StoreInside is compiled where registers allow it in addition to the other stores.
+    const bool inside = direct && (instance->tma || instance->vec == 1) && !instance->any();
+    cost.clamps = inside ? 0.03 : 0.2;
+  }
+  return cost;
+}
+
 }  // namespace
 
 std::vector<KernelDesc> Kernels() {
@@ -322,15 +343,7 @@ std::vector<KernelDesc> Kernels() {
 #define FUSED(...)
 #include "cuda/depthwise/kernels.def"
   for (KernelDesc& kernel : all) {
-    const bool direct = kernel.plan == MakePlan;
-    const auto* instance = direct ? static_cast<const Instance*>(kernel.instance) : nullptr;
-    // For 3x3, and for larger filters.
-    kernel.epilogue_cost.terms = direct && instance->filter_rows == 3 ? 0.1 : 0.2;
-    kernel.epilogue_cost.activation = 0.1;
-    // StoreInside is compiled where registers allow it in addition to the other stores.
-    const bool inside = kernel.plan == PlanPairs ||
-                        (direct && (instance->tma || instance->vec == 1) && !instance->any());
-    kernel.epilogue_cost.clamps = inside ? 0.03 : 0.2;
+    kernel.epilogue_cost = EpilogueCostOf(kernel);
   }
   return all;
 }

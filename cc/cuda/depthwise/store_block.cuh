@@ -201,7 +201,7 @@ __device__ __forceinline__ void StoreFusedBlock(const Params& params, const Fuse
 #pragma unroll
         for (int v = 0; v < kVec; ++v) values[q * kVec + v] = t[v];
       }
-      Activate(epilogue.params.activation, epilogue.params.negative_slope, values);
+      Activate<T>(epilogue.params.activation, epilogue.params.negative_slope, values);
 #pragma unroll
       for (int q = 0; q < kPart && q0 + q < kStrip; ++q) {
         float y[kVec];

@@ -230,7 +230,7 @@ __global__ void __launch_bounds__(Tag::kCtaThreads, Tag::kCtasPerSm)
               }
               epilogue.Scale(epilogue.template Terms<kVec>(place.channel), values);
               epilogue.template Add<T>(values, residual, at);
-              Activate(epilogue.params.activation, epilogue.params.negative_slope, values);
+              Activate<T>(epilogue.params.activation, epilogue.params.negative_slope, values);
             }
             Raw::Rounded(values).Store(static_cast<T*>(params.out) + at);
           }

@@ -40,8 +40,11 @@ Status CheckRows(const RowsInstance& instance, const ConvProblem& problem) {
     return Status::Unimplemented("expected rows of x of a multiple of 8 elements");
   }
   const Epilogue& epilogue = problem.epilogue;
-  if (epilogue.residual || epilogue.pre || epilogue.activation > Activation::kRelu6) {
-    return Status::Unimplemented("expected an epilogue of scale, bias and a clamp");
+  const bool computed = epilogue.activation <= Activation::kRelu6 ||
+                        epilogue.activation == Activation::kSilu ||
+                        epilogue.activation == Activation::kHardSwish;
+  if (epilogue.residual || epilogue.pre || !computed) {
+    return Status::Unimplemented("expected an epilogue of scale, bias and a clamp or swish");
   }
   return {};
 }

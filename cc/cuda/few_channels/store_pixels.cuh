@@ -210,8 +210,8 @@ __device__ __forceinline__ void StoreFusedPixels(const Params& params, const Pix
           if (pixel < 0) continue;
           const int64_t at = base + int64_t{pixel} * params.k + n;
           const float sum = __uint_as_float(LoadWord(rows.Quad(row, lane / 4) + lane % 4 * 4));
-          y[at] = FromFloat<T>(epilogue.template operator()<T, true>(
-              sum, OutputPlace{at, pixel, n, /*inside=*/true}));
+          y[at] = FromFloat<T>(
+              epilogue.template operator()<T>(sum, OutputPlace{at, pixel, n, /*inside=*/true}));
         }
       }
     }

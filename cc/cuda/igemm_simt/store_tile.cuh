@@ -72,7 +72,7 @@ __device__ __forceinline__ void StoreFusedTile(const float (&acc)[8][Tile::kThre
         if (epilogue.params.residual != nullptr) residual = epilogue.Residual<Out, 4>(at + n);
         epilogue.Scale(epilogue.Terms<4>(channel_first + n), quad);
         epilogue.Add<Out>(quad, residual, at + n);
-        Activate(epilogue.params.activation, epilogue.params.negative_slope, quad);
+        Activate<Out>(epilogue.params.activation, epilogue.params.negative_slope, quad);
         StoreQuad(out + at + n, quad);
       } else {
 #pragma unroll

@@ -218,7 +218,7 @@ __device__ __forceinline__ void ReduceParts(const Params& params, const TilePlac
         const int64_t offset = part.Offset(params, 0);
         epilogue.Scale(part.terms, sums[0]);
         epilogue.template Add<T>(sums[0], part.residual[0], offset);
-        Activate(params.epilogue.activation, params.epilogue.negative_slope, sums[0]);
+        Activate<T>(params.epilogue.activation, params.epilogue.negative_slope, sums[0]);
         StoreQuad(out + offset, sums[0]);
       }
 #pragma unroll

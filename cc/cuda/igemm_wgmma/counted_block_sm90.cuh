@@ -59,15 +59,6 @@ __device__ __forceinline__ bool SlotOf(const Params& params, const TilePlace& pl
   return index + 2 * static_cast<int32_t>(gridDim.x) >= joined * n_tiles;
 }
 
-// The writer of the first slot's first channels also resets the counters of the merging kernel.
-__device__ __forceinline__ void ResetMomentCounters(const Params& params, int32_t slot,
-                                                    int32_t channel) {
-  if (slot > 0 || channel > 0 || Thread() % 128 > 0) return;
-  auto* const counters = reinterpret_cast<int32_t*>(params.epilogue.moments);
-#pragma unroll 1
-  for (int32_t i = 1; i <= params.epilogue.moment_counters; ++i) counters[-i] = 0;
-}
-
 // Two lanes, `bits` apart, hold two values each; one lane gets the sum of the first values, the
 // other the sum of the second.
 __device__ __forceinline__ float Exchange(float first, float second, bool takes_second, int bits) {

@@ -190,7 +190,7 @@ __device__ __forceinline__ void ActivateFragments(const EpilogueParams& with, bo
       }
     }
   }
-  if (activates) Activate(with.activation, with.negative_slope, t);
+  if (activates) Activate<T>(with.activation, with.negative_slope, t);
 #pragma unroll
   for (int i = 0; i < kCount / 8; ++i) {
     uint32_t words[4];

@@ -90,7 +90,6 @@ class LaneSums {
       }
       params.epilogue.moments[int64_t{slot} * params.out_channels + (channel + column)] = sums;
     }
-    ResetMomentCounters(params, slot, channel);
   }
 
  private:

@@ -292,7 +292,8 @@ Status PlanIgemmWgmma(const KernelDesc& kernel, const ConvProblem& asked, const 
 }
 
 // 16-bit results go through the epilogue on the fragments; activations other than clamps run in a
-// loop, in smaller parts where 192 accumulators leave few registers. A residual costs the latency
+// loop, in smaller parts where 192 accumulators leave few registers. With a stationary filter the
+// main loop is too short to hide it. A residual costs the latency
 // that is exposed: almost none with slots (slot_store_sm90.cuh), most with 192 accumulators, which
 // leave no registers to load ahead, and in swap-AB, whose warps synchronise twice for 32 pixels.
 EpilogueCost EpilogueCostOf(const KernelDesc& kernel) {
@@ -302,7 +303,8 @@ EpilogueCost EpilogueCostOf(const KernelDesc& kernel) {
   const bool slots = instance.Is(kPointwise) && !instance.Is(kSwapAb);
   cost.clamps = slots && instance.WeightStationary() ? 0.01 : 0.03;
   cost.terms = 0.05;
-  cost.activation = instance.Is(kSwapAb) ? 0.07 : instance.tile_m == 192 ? 0.2 : 0.1;
+  const bool exposed = instance.tile_m == 192 || (slots && instance.WeightStationary());
+  cost.activation = exposed ? 0.1 : 0.045;
   cost.residual = slots ? 0.005 : instance.Is(kSwapAb) || instance.tile_m == 192 ? 0.14 : 0.07;
   return cost;
 }

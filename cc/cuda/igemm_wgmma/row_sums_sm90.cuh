@@ -127,7 +127,6 @@ class RowSums {
         moments[(c * 64 + column) * 2 + lane / 8 % 2] = sums;
       }
     }
-    ResetMomentCounters(params, slot, channel);
   }
 
  private:

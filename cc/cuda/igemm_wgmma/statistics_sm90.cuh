@@ -175,7 +175,6 @@ class TileSums {
             sums;
       }
     }
-    ResetMomentCounters(params, slot, channel);
   }
 
   // Two passes over the first rows of a warp's sixteen columns: about the first row, and about the

@@ -19,13 +19,6 @@ struct ActivatedForm {
   static constexpr int kUnroll = kUnrollArg;
 };
 
-// 1 / (1 + exp(-x)) within 1e-5 of its value, in four instructions: Logistic of activation.cuh takes
-// 14 for 4 ulp, with which the sum would be bound by instructions and not by DRAM.
-__device__ __forceinline__ float QuickSigmoid(float x) {
-  constexpr float kLog2E = 1.44269502f;
-  return Reciprocal(1 + PowerOf2(x * -kLog2E));
-}
-
 // The grid and the threads are those of masked_sums.cu.
 template <class Tag>
 __global__ void __launch_bounds__(kPassThreads, 2)
@@ -44,33 +37,36 @@ __global__ void __launch_bounds__(kPassThreads, 2)
     LoadOfSegment(p.mean, segment, channel, 0, mean);
     LoadOfSegment(p.scale, segment, channel, 1, scale);
     LoadOfSegment(p.offset, segment, channel, 0, offset);
-    const int64_t first_row = segment * p.rows;
-    const int64_t stride = steps * p.channels;
-    const int64_t rows_of_block = kUnroll * steps;
-    const int64_t blocks = (p.rows + rows_of_block - 1) / rows_of_block;
-    for (int64_t block = blocks - 1 - blockIdx.y; block >= 0; block -= p.parts) {
-      const int64_t row = block * rows_of_block + step;
-      const int64_t at = (first_row + row) * p.channels + channel;
-      ChannelVector<T> y[kUnroll];
+    const int64_t first = segment * p.rows * p.channels + channel;
+    const auto load = [&](int64_t block, ChannelVector<T>(&y)[kUnroll]) {
 #pragma unroll
       for (int u = 0; u < kUnroll; ++u) {
-        if (row + u * steps < p.rows) y[u] = LoadChannels<T>(p.y, at + u * stride);
+        const int64_t row = (block * kUnroll + u) * steps + step;
+        if (block >= 0 && row < p.rows) y[u] = LoadChannels<T>(p.y, first + row * p.channels);
       }
+    };
+    const int64_t rows_of_block = kUnroll * steps;
+    int64_t block = (p.rows + rows_of_block - 1) / rows_of_block - 1 - blockIdx.y;
+    // The special function unit and DRAM take about as long for silu, so the next block is in flight
+    // during a block's activations.
+    ChannelVector<T> y[kUnroll], next[kUnroll];
+    load(block, y);
+    for (; block >= 0; block -= p.parts) {
+      load(block - p.parts, next);
 #pragma unroll
       for (int u = 0; u < kUnroll; ++u) {
-        if (row + u * steps >= p.rows) continue;
-        float values[kVector];
-        y[u].Unpack(values);
+        if ((block * kUnroll + u) * steps + step < p.rows) {
+          float values[kVector];
+          y[u].Unpack(values);
 #pragma unroll
-        for (int i = 0; i < kVector; ++i) values[i] = (values[i] - mean[i]) * scale[i] + offset[i];
-        if (p.activation == Activation::kSilu) {
+          for (int i = 0; i < kVector; ++i) {
+            values[i] = (values[i] - mean[i]) * scale[i] + offset[i];
+          }
+          Activate<T>(p.activation, p.slope, values);
 #pragma unroll
-          for (int i = 0; i < kVector; ++i) values[i] *= QuickSigmoid(values[i]);
-        } else {
-          Activate(p.activation, p.slope, values);
+          for (int i = 0; i < kVector; ++i) sums[0][i] += values[i];
         }
-#pragma unroll
-        for (int i = 0; i < kVector; ++i) sums[0][i] += values[i];
+        y[u] = next[u];
       }
     }
   }
@@ -111,7 +107,7 @@ constexpr PassLaunch<ActivatedSums> kLaunches[] = {
 
 Status LaunchActivatedSums(DType dtype, const ActivatedSums& p, void* stream) {
   JAXCONV_RETURN_IF_ERROR(CheckCut(p.segments, p.rows, p.channels, p.parts));
-  JAXCONV_RETURN_IF_ERROR(CheckAligned({p.y}));
+  JAXCONV_RETURN_IF_ERROR(CheckAligned({p.y, p.mean.numbers, p.scale.numbers, p.offset.numbers}));
   const int rows = normalisation::RowsOfThread("activated_sums", dtype);
   return LaunchOfForm(kLaunches, dtype, {rows}, p, stream);
 }

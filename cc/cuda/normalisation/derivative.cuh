@@ -1,8 +1,11 @@
-// Derivatives of activations in float32, within about 4 ulp of max(1, result). NaN stays NaN.
+// Derivatives of activations, of arrays of float32 within about 4 ulp of max(1, result). NaN stays
+// NaN.
 #ifndef JAXCONV_CUDA_NORMALISATION_DERIVATIVE_CUH_
 #define JAXCONV_CUDA_NORMALISATION_DERIVATIVE_CUH_
 
 #include <cuda_runtime.h>
+
+#include <type_traits>
 
 #include "cuda/common/activation.cuh"
 #include "cuda/normalisation/derivative.h"
@@ -13,41 +16,81 @@ __device__ __forceinline__ float Clamped(float u, float low, float high) {
   return MaxNan(MinNan(u, high), low);
 }
 
+// Parts of the derivatives of arrays of float32.
+struct FloatDerivatives {
+  // exp(x).
+  static __device__ __forceinline__ float Exponential(float x) {
+    const jaxconv::Exponential exp = Exp(x);
+    return exp.value * exp.power;
+  }
+  static __device__ __forceinline__ float Sigmoid(float x) { return Logistic(-x); }
+
+  // exp(-c^2 / 2), and with it Q(|c|).
+  struct Tail {
+    float density, q;
+  };
+  static __device__ __forceinline__ Tail TailOf(float c) {
+    const NormalTail tail = NormalTailOf(c);
+    const float density = tail.exp.value * tail.exp.power;
+    return {density, tail.ratio * density};
+  }
+};
+
+// The same for 16-bit arrays, by the functions of ShortActivations: within 2e-5 of max(1, result).
+struct ShortDerivatives {
+  static __device__ __forceinline__ float Exponential(float x) {
+    return PowerOf2(x * ShortActivations::kLog2E);
+  }
+  static __device__ __forceinline__ float Sigmoid(float x) { return ShortActivations::Sigmoid(x); }
+
+  using Tail = FloatDerivatives::Tail;
+  static __device__ __forceinline__ Tail TailOf(float c) {
+    const float density = ShortActivations::Density(c), a = fabsf(c);
+    const float r = Reciprocal(a + 3.25f);
+    return {density, density * (r * ShortActivations::TailRatio(a * r))};
+  }
+};
+
+template <typename T>
+using DerivativesOf = std::conditional_t<sizeof(T) == 2, ShortDerivatives, FloatDerivatives>;
+
 // e / (1 + e)^2 with e = exp(-|x|), which equals s (1 - s) with s = sigmoid(x), without
 // cancellation.
+template <class Functions>
 __device__ __forceinline__ float LogisticDerivative(float x) {
-  const Exponential exp = Exp(-fabsf(x));
-  const float e = exp.value * exp.power, r = Reciprocal(1 + e);
+  const float e = Functions::Exponential(-fabsf(x)), r = Reciprocal(1 + e);
   return e * r * r;
 }
 
+template <class Functions>
 __device__ __forceinline__ float SiluDerivative(float u) {
-  const float s = Logistic(-u);
+  const float s = Functions::Sigmoid(u);
   return s * fmaf(u, 1 - s, 1);
 }
 
 // Phi(u) + u phi(u). Beyond 15 it is 0 or 1.
+template <class Functions>
 __device__ __forceinline__ float GeluDerivative(float u) {
   const float c = Clamped(u, -15, 15);
-  const NormalTail tail = NormalTailOf(c);
-  const float density = tail.exp.value * tail.exp.power, q = tail.ratio * density;
-  return fmaf(c * 0.398942280f, density, c < 0 ? q : 1 - q);
+  const auto tail = Functions::TailOf(c);
+  return fmaf(c * 0.398942280f, tail.density, c < 0 ? tail.q : 1 - tail.q);
 }
 
 // s + u s (1 - s) v' with s = sigmoid(v), v = u (linear + cubic u^2).
+template <class Functions>
 __device__ __forceinline__ float GeluTanhDerivative(float u) {
   constexpr float kLinear = 1.5957691f, kCubic = 0.071354816f;
   const float c = Clamped(u, -15, 15), square = c * c;
-  const float s = Logistic(-c * fmaf(square, kCubic, kLinear));
+  const float s = Functions::Sigmoid(c * fmaf(square, kCubic, kLinear));
   return s * fmaf(c * (1 - s), fmaf(square, 3 * kCubic, kLinear), 1);
 }
 
 // With e = exp(u) and n = e (e + 2): tanh(log(1 + e)) = n / (n + 2), with the derivative 4 e (1 +
 // e) / (n + 2)^2. The result is 1 above 20 and 0 below -80.
+template <class Functions>
 __device__ __forceinline__ float MishDerivative(float u) {
   const float c = Clamped(u, -80, 20);
-  const Exponential exp = Exp(c);
-  const float e = exp.value * exp.power, n = e * (e + 2), r = Reciprocal(n + 2);
+  const float e = Functions::Exponential(c), n = e * (e + 2), r = Reciprocal(n + 2);
   return r * fmaf(4 * c * r, e * (1 + e), n);
 }
 
@@ -56,10 +99,11 @@ __device__ __forceinline__ float BetweenHalved(float v, float low, float high) {
   return v > low && v < high ? 1.0f : v == low || v == high ? 0.5f : 0.0f;
 }
 
-// Replaces each value u by the derivative, with one uniform branch for all.
-template <int kCount>
+// Replaces each value u of an array of T by the derivative, with one uniform branch for all.
+template <typename T, int kCount>
 __device__ __forceinline__ void Differentiate(Derivative derivative, float slope,
                                               float (&u)[kCount]) {
+  using Functions = DerivativesOf<T>;
   const auto each = [&](auto function) {
 #pragma unroll
     for (int i = 0; i < kCount; ++i) u[i] = function(u[i]);
@@ -71,10 +115,7 @@ __device__ __forceinline__ void Differentiate(Derivative derivative, float slope
       each([&](float v) { return v >= 0 ? 1.0f : slope; });
       break;
     case Derivative::kElu:
-      each([&](float v) {
-        const Exponential exp = Exp(v);
-        return v > 0 ? 1.0f : slope * (exp.value * exp.power);
-      });
+      each([&](float v) { return v > 0 ? 1.0f : slope * Functions::Exponential(v); });
       break;
     case Derivative::kHardSigmoid:
       each([](float v) { return v > -3 && v < 3 ? 1 / 6.0f : 0.0f; });
@@ -83,25 +124,25 @@ __device__ __forceinline__ void Differentiate(Derivative derivative, float slope
       each([](float v) { return v <= -3 ? 0.0f : v >= 3 ? 1.0f : fmaf(v, 1 / 3.0f, 0.5f); });
       break;
     case Derivative::kSigmoid:
-      each([](float v) { return LogisticDerivative(v); });
+      each([](float v) { return LogisticDerivative<Functions>(v); });
       break;
     case Derivative::kSilu:
-      each([](float v) { return SiluDerivative(v); });
+      each([](float v) { return SiluDerivative<Functions>(v); });
       break;
     case Derivative::kTanh:
-      each([](float v) { return 4 * LogisticDerivative(2 * v); });
+      each([](float v) { return 4 * LogisticDerivative<Functions>(2 * v); });
       break;
     case Derivative::kGelu:
-      each([](float v) { return GeluDerivative(v); });
+      each([](float v) { return GeluDerivative<Functions>(v); });
       break;
     case Derivative::kGeluTanh:
-      each([](float v) { return GeluTanhDerivative(v); });
+      each([](float v) { return GeluTanhDerivative<Functions>(v); });
       break;
     case Derivative::kSoftplus:
-      each([](float v) { return Logistic(-v); });
+      each([](float v) { return Functions::Sigmoid(v); });
       break;
     case Derivative::kMish:
-      each([](float v) { return MishDerivative(v); });
+      each([](float v) { return MishDerivative<Functions>(v); });
       break;
     case Derivative::kMaximum:
       each([](float v) { return v > 0 ? 1.0f : v == 0 ? 0.5f : 0.0f; });

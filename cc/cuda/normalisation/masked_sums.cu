@@ -35,8 +35,11 @@ __global__ void __launch_bounds__(kPassThreads, 2)
   constexpr bool kOperand = kMaskBy == MaskBy::kAffine || kMaskBy == MaskBy::kDerivative;
   constexpr int kSums = 1 + kArrays;
   constexpr int kLoads = kGradients + kArrays + (kMaskBy == MaskBy::kResult);
-  // Scale and offset use the registers of one row's access.
-  constexpr int kUnroll = kRowsInFlight<kLoads * kVector * sizeof(T) + (kOperand ? 16 : 0)>;
+  // An activation's derivative takes about as long as DRAM, so the next rows are in flight
+  // meanwhile. Scale and offset use the registers of one row's access.
+  constexpr bool kAhead = kMaskBy == MaskBy::kDerivative;
+  constexpr int kUnroll =
+      kRowsInFlight<(1 + kAhead) * kLoads * kVector * sizeof(T) + (kOperand ? 16 : 0)>;
   constexpr int kRoom = kArrays > 0 ? kArrays : 1;  // C++ arrays have at least one element
   __shared__ ChannelSums<kSums> of_threads;
   const int segment = static_cast<int>(blockIdx.x) / slices;
@@ -57,51 +60,70 @@ __global__ void __launch_bounds__(kPassThreads, 2)
     const int64_t stride = steps * p.channels;
     const int64_t rows_of_block = kUnroll * steps;
     const int64_t blocks = (p.rows + rows_of_block - 1) / rows_of_block;
-    for (int64_t block = blocks - 1 - blockIdx.y; block >= 0; block -= p.parts) {
-      const int64_t row = block * rows_of_block + step;
-      const int64_t at = (first_row + row) * p.channels + channel;
+    struct Rows {
       Vector<T> gradients[kUnroll][kGradients], arrays[kUnroll][kRoom], results[kUnroll];
       unsigned bits[kUnroll];
+    };
+    const auto load = [&](int64_t block, Rows* rows) {
+      const int64_t row = block * rows_of_block + step;
+      const int64_t at = (first_row + row) * p.channels + channel;
 #pragma unroll
       for (int u = 0; u < kUnroll; ++u) {
-        if (row + u * steps >= p.rows) continue;
+        if (block < 0 || row + u * steps >= p.rows) continue;
         const int64_t here = at + u * stride;
         if constexpr (kOperand) {
-          gradients[u][0] = LoadChannels<T>(p.gradient, here);
+          rows->gradients[u][0] = LoadChannels<T>(p.gradient, here);
         } else {
-          gradients[u][0] = LoadLastChannels<T>(p.gradient, here);
+          rows->gradients[u][0] = LoadLastChannels<T>(p.gradient, here);
         }
         if constexpr (kMaskBy == MaskBy::kResult) {
-          results[u] = LoadLastChannels<T>(p.result, here);
+          rows->results[u] = LoadLastChannels<T>(p.result, here);
         }
-        if constexpr (kMaskBy == MaskBy::kBits) bits[u] = __ldcs(p.bits + here / kVector);
-        if constexpr (kGradients == 2) gradients[u][1] = LoadLastChannels<T>(p.gradient2, here);
+        if constexpr (kMaskBy == MaskBy::kBits) rows->bits[u] = __ldcs(p.bits + here / kVector);
+        if constexpr (kGradients == 2) {
+          rows->gradients[u][1] = LoadLastChannels<T>(p.gradient2, here);
+        }
 #pragma unroll
-        for (int a = 0; a < kArrays; ++a) arrays[u][a] = LoadChannels<T>(p.arrays[a], here);
+        for (int a = 0; a < kArrays; ++a) {
+          rows->arrays[u][a] = LoadChannels<T>(p.arrays[a], here);
+        }
+      }
+    };
+    Rows now, next;
+    int64_t block = blocks - 1 - blockIdx.y;
+    if constexpr (kAhead) load(block, &next);
+    for (; block >= 0; block -= p.parts) {
+      const int64_t row = block * rows_of_block + step;
+      const int64_t at = (first_row + row) * p.channels + channel;
+      if constexpr (kAhead) {
+        now = next;
+        load(block - p.parts, &next);
+      } else {
+        load(block, &now);
       }
 #pragma unroll
       for (int u = 0; u < kUnroll; ++u) {
         if (row + u * steps >= p.rows) continue;
         float masked[kVector], of_mask[kVector], centred[kRoom][kVector];
-        gradients[u][0].Unpack(masked);
+        now.gradients[u][0].Unpack(masked);
         if constexpr (kGradients == 2) {
-          gradients[u][1].AddTo(masked);
+          now.gradients[u][1].AddTo(masked);
           Vector<T>::Rounded(masked).Unpack(masked);
         }
 #pragma unroll
         for (int a = 0; a < kArrays; ++a) {
-          arrays[u][a].Unpack(centred[a]);
+          now.arrays[u][a].Unpack(centred[a]);
 #pragma unroll
           for (int i = 0; i < kVector; ++i) centred[a][i] -= means[a][i];
         }
-        if constexpr (kMaskBy == MaskBy::kResult) results[u].Unpack(of_mask);
+        if constexpr (kMaskBy == MaskBy::kResult) now.results[u].Unpack(of_mask);
         if constexpr (kOperand) {
 #pragma unroll
           for (int i = 0; i < kVector; ++i) of_mask[i] = centred[0][i] * scale[i] + offset[i];
           Vector<T>::Rounded(of_mask).Unpack(of_mask);
         }
         if constexpr (kMaskBy == MaskBy::kDerivative) {
-          Differentiate(p.derivative, p.slope, of_mask);
+          Differentiate<T>(p.derivative, p.slope, of_mask);
 #pragma unroll
           for (int i = 0; i < kVector; ++i) masked[i] *= of_mask[i];
           Vector<T>::Rounded(masked).Unpack(masked);
@@ -109,7 +131,7 @@ __global__ void __launch_bounds__(kPassThreads, 2)
 #pragma unroll
         for (int i = 0; i < kVector; ++i) {
           if constexpr (kMaskBy == MaskBy::kBits) {
-            if ((bits[u] >> i & 1) == 0) masked[i] = 0;
+            if ((now.bits[u] >> i & 1) == 0) masked[i] = 0;
           } else if constexpr (kMaskBy == MaskBy::kResult || kMaskBy == MaskBy::kAffine) {
             // A NaN bound has no effect.
             if (!(of_mask[i] > p.above) || of_mask[i] >= p.below) masked[i] = 0;
@@ -163,7 +185,8 @@ constexpr PassLaunch<MaskedSums> kLaunches[] = {
 Status LaunchMaskedSums(DType dtype, const MaskedSums& p, void* stream) {
   JAXCONV_RETURN_IF_ERROR(CheckCut(p.segments, p.rows, p.channels, p.parts));
   JAXCONV_RETURN_IF_ERROR(
-      CheckAligned({p.gradient, p.gradient2, p.result, p.arrays[0], p.arrays[1], p.masked}));
+      CheckAligned({p.gradient, p.gradient2, p.result, p.arrays[0], p.arrays[1], p.masked,
+                    p.means[0].numbers, p.means[1].numbers, p.scale.numbers, p.offset.numbers}));
   if (p.derivative != Derivative::kNone && p.scale.numbers == nullptr) {
     return Status::Unimplemented("masked sums: expected scale and offset for a derivative");
   }

@@ -141,6 +141,9 @@ constexpr PassLaunch<NormaliseAdd> kLaunches[] = {
 Status LaunchNormaliseAdd(DType dtype, const NormaliseAdd& p, void* stream) {
   JAXCONV_RETURN_IF_ERROR(CheckCut(1, p.rows, p.channels, 1));
   JAXCONV_RETURN_IF_ERROR(CheckAligned({p.arrays[0], p.arrays[1], p.shortcut, p.result}));
+  for (const auto& vectors : {p.means, p.scales, p.offsets}) {
+    JAXCONV_RETURN_IF_ERROR(CheckAligned({vectors[0], vectors[1]}));
+  }
   const int arrays = p.arrays[1] != nullptr ? 2 : 1, bounded = p.below == p.below;
   return LaunchOfForm(kLaunches, dtype, {arrays, bounded}, p, stream);
 }

@@ -143,15 +143,32 @@ def by_kernel(spec: ConvSpec, operands: Sequence[Any]) -> bool:
     chosen, _ = Bilinear(Op.FPROP, spec, dtype).select(*problem)
     if chosen.instance is None:
         return False
-    of_bias, _ = Fused(spec, Epilogue(bias=True), dtype).select(*problem)
+    one_pass, _ = _passes(spec, Epilogue(bias=True), dtype, problem)
     xla = chosen.xla_microseconds
-    known = 0 not in (chosen.microseconds, xla, of_bias.xla_microseconds)
-    return not known or chosen.microseconds < xla + _one_pass(of_bias.xla_microseconds, xla)
+    known = 0 not in (chosen.microseconds, xla) and one_pass >= 0
+    return not known or chosen.microseconds < xla + one_pass
 
 
-def _one_pass(of_epilogue: float, plain: float) -> float:
-    """XLA's time for a pass over a convolution's result, from its times with and without terms."""
-    return (of_epilogue - plain) / 2
+def _passes(
+    spec: ConvSpec, form: Epilogue, out_dtype: np.dtype, problem: tuple[str, Sizes, np.dtype]
+) -> tuple[float, float]:
+    """XLA's microseconds for a pass over a convolution's result that computes an epilogue.
+
+    Those of its bytes, and those that the activation's instructions add. They follow from the
+    predictions of XLA's own convolution, of which that with an epilogue includes a pass over
+    float32 sums: twice as many bytes.
+    """
+
+    def of(form: Epilogue) -> float:
+        return Fused(spec, form, out_dtype).select(*problem)[0].xla_microseconds
+
+    plain = Bilinear(Op.FPROP, spec, out_dtype).select(*problem)[0].xla_microseconds
+    linear = Epilogue(form.scale, form.bias, form.residual)
+    if linear.plain:
+        linear = Epilogue(bias=True)
+    of_linear, of_form = of(linear), of(dataclasses.replace(form, pre=False, statistics=False))
+    activation = of_form - of_linear if form.activation is not None else 0.0
+    return (of_linear - plain) / 2, max(0.0, activation)
 
 
 def slower(
@@ -159,7 +176,7 @@ def slower(
     operands: Sequence[Any],
     form: Epilogue,
     out_dtype: np.dtype,
-    absorbed: bool,
+    readers: int,
     by_kernel: bool = False,
 ) -> str:
     """Why a call would be slower than the program, or "".
@@ -169,17 +186,16 @@ def slower(
         operands: the types of image and filter.
         form: the epilogue of its call.
         out_dtype: the result's type.
-        absorbed: whether the epilogue saves no pass, because XLA would compute it inside the uses
-            of its result (``Graph.absorbed``), or needs a pass for the residual instead.
+        readers: the number of uses of the result inside which XLA would compute the epilogue
+            (``Graph.absorbed``), so that it saves the activation's instructions there but no pass;
+            0 if it saves a pass.
         by_kernel: True for the call of a product, which is slower in any case without a kernel.
 
     If no kernel computes the epilogue, the call is a plain convolution with float32 sums, to which
     XLA applies the epilogue. In 16 bits, writing and reading these sums costs more than the
     program's operations; statistics that no kernel computes are better left to the program in any
     case. A kernel with an epilogue may also be predicted slower than the plain kernel plus XLA's
-    pass over its result. The time of this pass is the difference that the epilogue makes in the
-    prediction of XLA's own convolution, or half of it if that prediction includes a pass over
-    float32 sums; for statistics the pass only reads the result.
+    pass over its result; for statistics this pass only reads the result.
     """
     if operands[0].dtype == np.float32 and not form.statistics and not by_kernel:
         return ""
@@ -194,11 +210,11 @@ def slower(
         chosen, _ = call.select(*problem)
         if chosen.instance is not None:
             plain, _ = Bilinear(Op.FPROP, spec, np.dtype(out_dtype)).select(*problem)
-            one_pass = chosen.xla_microseconds - plain.xla_microseconds
-            if form.terms or form.activation is not None:
-                one_pass = _one_pass(chosen.xla_microseconds, plain.xla_microseconds)
-            if absorbed and not form.statistics:
-                one_pass = 0.0
+            if form.statistics:
+                one_pass = chosen.xla_microseconds - plain.xla_microseconds
+            else:
+                of_bytes, of_activation = _passes(spec, form, np.dtype(out_dtype), problem)
+                one_pass = readers * of_activation if readers else of_bytes + of_activation
             apart = min(plain.microseconds, plain.xla_microseconds) + one_pass
             known = plain.microseconds > 0 and plain.xla_microseconds > 0
             if known and apart < chosen.microseconds:

@@ -8,18 +8,21 @@ of a function that reads its operand several times. After a product XLA computes
 two passes, the first of which stores an intermediate result; after a call it needs one pass, so the
 call may take as much longer than the product.
 
-This applies only to calls that are not differentiated. A derivative needs the product's result in
-memory and has two more products, which XLA computes faster than convolutions. A differentiated call
-therefore becomes the product and ``normalise`` again.
+The two products of a derivative are XLA's, which computes them faster than convolutions. The
+derivative of an activation needs its operand in memory. A differentiated call with a bias and an
+activation also returns this operand, where that is predicted to be faster than the product and a
+pass; every other one becomes the product and ``normalise`` again.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.extend.core import JaxprEqn, Var
 
 from jaxconv._src import compat
@@ -57,12 +60,15 @@ class _Dense:
         call: the equation that reads it.
         spec: that of the convolution.
         epilogue: that of the convolution; None if ``normalise`` follows a plain one.
+        kept: that of a differentiated call, with the activation's operand as a second result; None
+            if such a call becomes the product and ``normalise``.
     """
 
     product: JaxprEqn
     call: JaxprEqn
     spec: ConvSpec
     epilogue: Epilogue | None
+    kept: Epilogue | None = None
 
     @property
     def form(self) -> Form:
@@ -80,32 +86,60 @@ class _Dense:
 
         def jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
             zero = jax.custom_derivatives.SymbolicZero
-            varied = [i for i, t in enumerate(tangents) if not isinstance(t, zero)]
-
-            def of_varied(*given: jax.Array) -> list[jax.Array]:
-                values = dict(zip(varied, given, strict=True))
-                return self._by_product(*(values.get(i, p) for i, p in enumerate(primals)))
-
-            return jax.jvp(of_varied, [primals[i] for i in varied], [tangents[i] for i in varied])
+            given = {i: t for i, t in enumerate(tangents) if not isinstance(t, zero)}
+            if self.kept is None:
+                return _jvp(self._by_product, primals, given)
+            z, operand = self._bound(self.kept, *primals)
+            x, w, *biases = primals
+            by_parts = {0: lambda dx: self._product(dx, w), 1: lambda dw: self._product(x, dw)}
+            parts = [by_parts[i](t) for i, t in given.items() if i in by_parts]
+            of_sum = {i - 1: t for i, t in given.items() if i not in by_parts}
+            if parts:
+                of_sum[0] = functools.reduce(jnp.add, parts)
+            # The operand includes the bias, so one of zeros takes its place in the derivative.
+            at = (operand, *(jnp.zeros_like(bias) for bias in biases))
+            _, dz = _jvp(self._normalised, at, of_sum)
+            return [z] * self.form.copies, dz
 
         dense.defjvp(jvp, symbolic_zeros=True)
         return dense(*operands)
 
+    def _product(self, x: jax.Array, w: jax.Array) -> jax.Array:
+        return self.product.primitive.bind(x, w, **self.product.params)
+
+    def _normalised(self, *operands: jax.Array) -> list[jax.Array]:
+        return normalise.normalise(*operands, form=self.form)
+
     def _by_product(self, x: jax.Array, w: jax.Array, *others: jax.Array) -> list[jax.Array]:
-        y = self.product.primitive.bind(x, w, **self.product.params)
-        return normalise.normalise(y, *others, form=self.form)
+        return self._normalised(self._product(x, w), *others)
 
     def _by_convolution(self, x: jax.Array, w: jax.Array, *others: jax.Array) -> list[jax.Array]:
-        filters = w.reshape(_filter_shape(self.spec, w.shape))
         if self.epilogue is None:
+            filters = w.reshape(_filter_shape(self.spec, w.shape))
             y = primitives.bind(Op.FPROP, x, filters, self.spec, x.dtype)
-            return normalise.normalise(y, *others, form=self.form)
+            return self._normalised(y, *others)
+        return self._bound(self.epilogue, x, w, *others) * self.form.copies
+
+    def _bound(
+        self, form: Epilogue, x: jax.Array, w: jax.Array, *others: jax.Array
+    ) -> list[jax.Array]:
         named = dict(zip(self.form.names[1:], others, strict=True))
         terms = {_TERMS[name]: array for name, array in named.items()}
-        results = fused.bind(
-            x, filters, terms, spec=self.spec, epilogue=self.epilogue, out_dtype=self.form.dtype
+        filters = w.reshape(_filter_shape(self.spec, w.shape))
+        return fused.bind(
+            x, filters, terms, spec=self.spec, epilogue=form, out_dtype=self.form.dtype
         )
-        return results * self.form.copies
+
+
+def _jvp(function: Callable[..., Any], primals: Sequence[Any], given: dict[int, Any]) -> Any:
+    """A function and its derivative along the tangents of some operands, by position."""
+    positions = sorted(given)
+
+    def of_given(*values: jax.Array) -> Any:
+        named = dict(zip(positions, values, strict=True))
+        return function(*(named.get(i, p) for i, p in enumerate(primals)))
+
+    return jax.jvp(of_given, [primals[i] for i in positions], [given[i] for i in positions])
 
 
 def rewritten(eqns: Sequence[JaxprEqn], outvars: Sequence[Any]) -> list[JaxprEqn]:
@@ -145,10 +179,17 @@ def _find(graph: Graph, position: int) -> _Dense | None:
     of_channels = all(len(type_of(v).shape) == 1 for v in vectors) and form.dtype == x.dtype
     of_call = _epilogue(form) if of_channels else None
     if of_call is not None:
-        absorbed = graph.absorbed(call.outvars[0])
-        options = (form.dtype, absorbed)
-        if not fuse_convolution.slower(spec, types, of_call, *options, by_kernel=True):
-            return _Dense(made, call, spec, of_call)
+        z = call.outvars[0]
+        readers = len(graph.uses(z)) if graph.absorbed(z) else 0
+
+        def slower(of_call: Epilogue) -> str:
+            options = (form.dtype, readers)
+            return fuse_convolution.slower(spec, types, of_call, *options, by_kernel=True)
+
+        if not slower(of_call):
+            kept = dataclasses.replace(of_call, pre=True)
+            keeps = of_call.activation is not None and set(form.names[1:]) <= {"offset0"}
+            return _Dense(made, call, spec, of_call, kept if keeps and not slower(kept) else None)
     act = form.activation
     by_kernel = dataclasses.replace(spec, algorithm=(selection.NATIVE, *spec.algorithm[1:]))
     if act is not None and act.mask is None and fuse_convolution.by_kernel(by_kernel, types):

@@ -19,16 +19,10 @@ from jaxconv._src.fuse import fuse_layers, fuse_statistics
 from jaxconv._src.fuse.fuse_graph import Graph, is_float, type_of
 from jaxconv._src.passes import activated_sums, masked_sums, normalise
 from jaxconv._src.passes.masked_sums import Sums
-from jaxconv._src.passes.normalise import Form
-from jaxconv._src.problem import epilogue
 
 # The fewest bytes of an array whose sums are faster by a kernel: below, a launch takes longer than
 # the sums.
 LEAST_BYTES = 4_000_000
-
-# Activations of few instructions. With silu the kernel takes 515 us in EfficientNet-B0's inference,
-# and XLA, which computes silu while it sums, 404.
-_QUICK = ("relu", "relu6", "leaky_relu", "hard_swish")
 
 
 def rewritten(eqns: Sequence[JaxprEqn], outvars: Sequence[Any]) -> list[JaxprEqn]:
@@ -51,12 +45,6 @@ def rewritten(eqns: Sequence[JaxprEqn], outvars: Sequence[Any]) -> list[JaxprEqn
     return graph.with_replaced(placed)
 
 
-def _quick(form: Form) -> bool:
-    """Whether the kernel is bound by DRAM rather than by the activation's instructions."""
-    act = form.activation
-    return act is not None and epilogue.parse_activation(act.activation)[0] in _QUICK
-
-
 def _sums(graph: Graph, array: Var, axis: int) -> tuple[list[Any], Callable[..., Any]] | None:
     """What a call reads, and the call that sums an array over each example's positions, or None."""
     aval = type_of(array)
@@ -69,7 +57,7 @@ def _sums(graph: Graph, array: Var, axis: int) -> tuple[list[Any], Callable[...,
         form, of_z = made.params["form"], type_of(z)
         taken = of_z.shape[0] == segments and of_z.shape[-1] == aval.shape[axis]
         taken = taken and activated_sums.accepts(form, of_z.shape, of_z.dtype, segments)
-        if not (taken and _quick(form) and not fuse_layers.in_memory(graph, z)):
+        if not taken or fuse_layers.in_memory(graph, z):
             return None
         call = functools.partial(activated_sums.activated_sums, form=form, segments=segments)
         return [z, *made.invars], call

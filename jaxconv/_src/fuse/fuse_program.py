@@ -353,9 +353,9 @@ def _traced_call(
     form = epilogue.Epilogue(scaled, shifted, bool(residual), name, slope, *results, written)
     # XLA would store the residual only for the call, which costs the pass that the call saves.
     computed = graph.computed_for_one_use(call.fusion.residual, results_of_calls)
-    absorbed = computed or graph.absorbed(chain.out)
+    readers = len(graph.uses(chain.out)) if graph.absorbed(chain.out) else int(computed)
     types = type_of(conv.x), type_of(conv.w)
-    if reason := fuse_convolution.slower(conv.spec, types, form, out_dtype, absorbed):
+    if reason := fuse_convolution.slower(conv.spec, types, form, out_dtype, readers):
         raise _RefusedError(conv.position, reason, form.statistics)
 
     def compute(x: Any, w: Any, vectors: list[Any], residual: list[Any]) -> list[Any]:
