@@ -16,8 +16,6 @@ from jaxconv._src.problem.spec import Op
 
 # The emulator runs every line of these families' tables.
 WHOLE = ("block_diagonal", "depthwise", "winograd", "winograd_int8")
-# dgrad instances whose line of the table is tested as fprop, but whose walk has other steps.
-ALSO = ("dgrad_depthwise_bf16_4ch_5x5_stride2_walk",)
 
 DEPTHWISE = [
     problem("3x3", (9, 11), 3, c=72, k=72, groups=72, padding=1),
@@ -249,6 +247,7 @@ OTHERS = {
     "dgrad_few_channels_f16_128x64_narrow": [NARROW],
     "wgrad_few_channels_bf16_32x64_narrow": [NARROW],
     "wgrad_few_channels_bf16_192x64_chunks": [IMAGE_WIDE],
+    "wgrad_few_channels_bf16_7x24_stride2": [IMAGE],
     "fprop_igemm_wgmma_f16_128x128x64_cooperative": [STRIDED],
     "dgrad_igemm_wgmma_bf16_128x64x64_pingpong": [STRIDED],
     "dgrad_igemm_wgmma_bf16_192x128x64_pingpong_patches": [PATCHES, PATCHES_MANY],
@@ -383,6 +382,7 @@ EPILOGUES = {
         (DEPTHWISE_TMA[2], "scale bias residual relu6 pre", "")
     ],
     "fprop_depthwise_bf16_4ch_5x5_stride2_walk": [(DEPTHWISE_WALK[1], "scale residual silu", "")],
+    "fprop_depthwise_f32_4ch_3x3_stride2_walk": [(DEPTHWISE_TMA[2], "bias residual relu", "")],
     "fprop_depthwise_bf16_32ch_7x7": [(DEPTHWISE[4], "scale bias relu", "")],
     "fprop_depthwise_f32_32ch_5x5_stride2": [(DEPTHWISE[3], "scale residual hard_swish", "")],
 }
@@ -486,7 +486,7 @@ def problems_of_winograd(instance: str) -> Iterator[tuple[Problem, str]]:
 def cases() -> Iterator[Case]:
     """Every case, in the order of the tables."""
     whole = [name for family in WHOLE for name in lines_of(family)]
-    for instance in [*whole, *ALSO, *OTHERS]:
+    for instance in [*whole, *OTHERS]:
         family, op, dtype, *_ = host_build.forms()[instance]
         options: tuple[str, ...] = ()
         if family == "depthwise":

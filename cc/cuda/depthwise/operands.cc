@@ -41,10 +41,10 @@ Status CheckTma(const ConvProblem& problem, const Params& params) {
   for (const Axis& axis : params.axis) dilated = dilated || axis.in_dilation.divisor != 1;
   if (!params.vector || dilated || problem.filter[0] != 1) {
     return Status::Unimplemented(
-        "expected as many outputs as inputs, channels in multiples of 8, inputs without dilation "
-        "and a filter without depth");
+        "expected as many outputs as inputs, channels in multiples of 16 bytes, inputs without "
+        "dilation and a filter without depth");
   }
-  if (params.out_is_f32 && problem.op != Op::kWgrad) {
+  if (problem.output_dtype() != problem.lhs_dtype() && problem.op != Op::kWgrad) {
     return Status::Unimplemented("stores results of the operands' type");
   }
   return {};

@@ -11,18 +11,18 @@
 namespace jaxconv::depthwise {
 namespace {
 
-constexpr int64_t kWidth = 2;  // bytes of an element
 constexpr int64_t kMostItems = int64_t{1} << 30;
 
 // A thread's cycles for an item apart from its steps, and for a step; additional turns of the last
 // CTAs over an even share.
-constexpr double kItemCycles = 1000, kStepCycles = 700, kLastTurn = 0.5;
+constexpr double kItemCycles = 2000, kStepCycles = 750, kLastTurn = 0.5;
 // Scheduler cycles for a warp's multiply-add, including its share of all other instructions.
-constexpr double kTapCycles = 3.5;
-// Shares of the DRAM rate for fprop, which mostly reads, and dgrad, which mostly writes; the
-// exponent of the power sum that joins copies and instructions; additional launch time in
-// microseconds.
-constexpr double kReadShare = 0.96, kWriteShare = 0.82, kJoin = 4, kStart = 1.5;
+constexpr double kTapCycles = 3;
+// Shares of the DRAM rate for fprop, which mostly reads, and dgrad, which mostly writes, with parts
+// of one step; what dgrad loses with each doubling of a part (fprop half as much); the exponent of
+// the power sum that joins copies and instructions; additional launch time in microseconds.
+constexpr double kReadShare = 1.06, kWriteShare = 0.97, kLossOfDoubling = 0.03, kJoin = 4,
+                 kStart = 1.5;
 
 Status Check(const KernelDesc& kernel, const WalkInstance& instance, const ConvProblem& problem,
              const Params& params) {
@@ -70,15 +70,15 @@ Status PlanWalk(const KernelDesc& kernel, const ConvProblem& problem, const Gpu&
   const int64_t window_columns =
       ((instance.strip - 1) * stride + instance.filter_columns - 1) / spread + 1;
   const int64_t turns = CeilDiv(window_rows, stride);
-  const int64_t chunks = problem.c / instance.vec;
+  const int64_t width = ByteWidth(kernel.dtype), chunks = problem.c / instance.vec;
   const int64_t strips = CeilDiv(int64_t{columns.out} + columns.shift, instance.strip);
   const int64_t all_steps = CeilDiv(int64_t{rows.out} + rows.shift, spread);
   launch->shared_bytes =
-      instance.stages * instance.threads * stride * window_columns * instance.vec * kWidth;
+      instance.stages * instance.threads * stride * window_columns * instance.vec * width;
   const int64_t ctas_of_sm = CtasOfSm(instance.ctas_per_sm, launch->shared_bytes, gpu);
   if (ctas_of_sm == 0) return RefuseSharedBytes("a CTA's stages need", launch->shared_bytes, gpu);
   const double places = static_cast<double>(gpu.sm_count * ctas_of_sm);
-  const double bytes = static_cast<double>(kWidth) *
+  const double bytes = static_cast<double>(width) *
                            static_cast<double>(problem.x_elements() + problem.y_elements()) +
                        static_cast<double>(EpilogueBytes(problem));
   const double copy = bytes / (gpu.dram_bytes_per_us * (spread == 1 ? kReadShare : kWriteShare));
@@ -91,11 +91,10 @@ Status PlanWalk(const KernelDesc& kernel, const ConvProblem& problem, const Gpu&
     return static_cast<double>(thread_steps) * taps * kTapCycles /
            (32 * 4 * static_cast<double>(gpu.sm_count) * gpu.cycles_per_us());
   };
-  // A part's steps before its first outputs do all multiply-adds, but only read bytes.
+  // The share of reads in a step's bytes.
   const double read =
       static_cast<double>(stride * stride) / static_cast<double>(stride * stride + spread * spread);
   const int64_t columns_of_outputs = problem.batch * problem.n * strips * chunks;
-  const double early = issue(columns_of_outputs * all_steps) > copy ? 1 : read;
   double least = HUGE_VAL;
   int64_t last = 0;
   for (int64_t parts = 1; parts <= all_steps; ++parts) {
@@ -105,11 +104,18 @@ Status PlanWalk(const KernelDesc& kernel, const ConvProblem& problem, const Gpu&
     const int64_t items = columns_of_outputs * CeilDiv(all_steps, steps);
     if (items > kMostItems) break;
     const double ctas = static_cast<double>(CeilDiv(items, instance.threads));
+    const double issued = issue(items * (steps + turns - 1));
+    const double moved = copy * (1 + kLossOfDoubling / static_cast<double>(stride) *
+                                         std::log2(static_cast<double>(steps)));
+    // A part's steps before its first outputs do all multiply-adds, but only read bytes.
+    const double early = issued > moved ? 1 : read;
     const double cycles =
         std::max(1.0, ctas / places + kLastTurn) *
         (kItemCycles + kStepCycles * (static_cast<double>(steps) + early * (turns - 1)));
-    if (cycles >= least) continue;
-    least = cycles;
+    const double work = std::max(cycles / gpu.cycles_per_us(), issued);
+    const double us = std::pow(std::pow(work, kJoin) + std::pow(moved, kJoin), 1 / kJoin);
+    if (us >= least) continue;
+    least = us;
     params.steps = static_cast<int32_t>(steps);
     params.parts = FastDivmod(CeilDiv(all_steps, steps));
     params.items = static_cast<int32_t>(items);
@@ -119,10 +125,7 @@ Status PlanWalk(const KernelDesc& kernel, const ConvProblem& problem, const Gpu&
   params.chunks = FastDivmod(chunks);
   params.strips = FastDivmod(strips);
   launch->out_dtype = problem.output_dtype();
-  const double work = std::max(least / gpu.cycles_per_us(),
-                               issue(int64_t{params.items} * (params.steps + turns - 1)));
-  plan->microseconds =
-      gpu.launch_us + kStart + std::pow(std::pow(work, kJoin) + std::pow(copy, kJoin), 1 / kJoin);
+  plan->microseconds = gpu.launch_us + kStart + least;
   plan->slices = 1;
   plan->kernel = &kernel;
   plan->params = std::move(launch);

@@ -3,8 +3,8 @@
 //
 //     out[n, o, k] = sum over taps of gathered[n, o stride + tap - pad, k] filter[tap, k]
 //
-// A thread has kVec neighbouring channels (16 bytes if kVec is 8) and kStrip outputs side by side,
-// and holds the taps of its channels. Each step reads the next rows of the gathered tensor, adds
+// A thread has kVec neighbouring channels (8 or 16 bytes) and kStrip outputs side by side, and holds
+// the taps of its channels. Each step reads the next rows of the gathered tensor, adds
 // them to the sums of this step's outputs and of later outputs, and stores this step's. So each row
 // is converted once. A step of fprop is two rows of x and one row of outputs. A step of dgrad is
 // one row of dy and a block of 2 x kStrip pixels of dx; each of the four parities has its own taps
@@ -13,7 +13,8 @@
 // Thread numbers run over the chunks of kVec channels of a pixel first, then along the row. A warp
 // therefore reads and stores runs of whole pixels for any number of channels, and neighbours in a
 // CTA share the columns in which their windows overlap. A map's rows are divided into parts with
-// separate threads.
+// separate threads; short parts let the CTAs that run at a time read and write one region of
+// memory (docs/notes/depthwise.md).
 //
 //     shared memory: stage 0 | 1 | ... | kStages - 1    a stage: [row][column][thread], 2 kVec bytes
 //
@@ -22,13 +23,12 @@
 // in flight take no registers.
 //
 // Refused, with a reason (walk_plan.cc): other filters, strides and dilations, channels that are
-// not a multiple of 8, K other than C, a depth.
+// not a multiple of 16 bytes, K other than C, a depth.
 #ifndef JAXCONV_CUDA_DEPTHWISE_WALK_SM90_CUH_
 #define JAXCONV_CUDA_DEPTHWISE_WALK_SM90_CUH_
 
 #include <cstdint>
 #include <cstring>
-#include <type_traits>
 
 #include "cuda/common/element.cuh"
 #include "cuda/common/epilogue.cuh"
@@ -38,21 +38,38 @@
 #include "cuda/common/ring_sm90.cuh"
 #include "cuda/depthwise/walk_plan.h"
 #include "cuda/ptx/cp_async.cuh"
+#include "cuda/ptx/kept.cuh"
 #include "cuda/ptx/shared_memory.cuh"
 
 namespace jaxconv::depthwise {
 
-// kVec elements of a type of 16 bits as float32.
+// kVec elements as float32.
 template <typename T, int kVec>
 __device__ __forceinline__ void UnpackWords(const Neighbours<T, kVec>& raw, float (&value)[kVec]) {
-  uint32_t word[kVec / 2];
-  memcpy(word, &raw, sizeof(word));
+  if constexpr (sizeof(T) == 4) {
+    raw.Unpack(value);
+  } else {
+    uint32_t word[kVec / 2];
+    memcpy(word, &raw, sizeof(word));
 #pragma unroll
-  for (int i = 0; i < kVec / 2; ++i) {
-    float pair[2];
-    LoadLane<T, 2>(reinterpret_cast<const unsigned char*>(&word[i]), pair);
-    value[2 * i] = pair[0], value[2 * i + 1] = pair[1];
+    for (int i = 0; i < kVec / 2; ++i) {
+      float pair[2];
+      LoadLane<T, 2>(reinterpret_cast<const unsigned char*>(&word[i]), pair);
+      value[2 * i] = pair[0], value[2 * i + 1] = pair[1];
+    }
   }
+}
+
+// The elements, computed before a branch that stores them: the compiler would move the sums behind
+// it.
+template <typename T, int kVec>
+__device__ __forceinline__ Neighbours<T, kVec> Computed(const Neighbours<T, kVec>& elements) {
+  int32_t word[sizeof(elements) / 4];
+  memcpy(word, &elements, sizeof(word));
+  for (int32_t& each : word) each = Kept(each);
+  Neighbours<T, kVec> computed;
+  memcpy(&computed, word, sizeof(word));
+  return computed;
 }
 
 // The position of an item's outputs and of its window.
@@ -93,6 +110,8 @@ __global__ void __launch_bounds__(Tag::kCtaThreads, Tag::kCtasPerSm)
   // Bytes from a thread's chunk to that of the next column, and from one stage to the next.
   constexpr int kColumnBytes = Tag::kCtaThreads * kChunk;
   constexpr int kStageBytes = kReadRows * kColumns * kColumnBytes;
+  // A step's data is read before the copies of a later step are issued, where registers allow.
+  constexpr bool kAhead = kReadRows * kColumns * kChunk <= 64;
   extern __shared__ __align__(1024) unsigned char dynamic[];
   const Axis &rows = params.axis[1], &columns = params.axis[2];
   const WalkPlace<Tag> place(
@@ -118,13 +137,19 @@ __global__ void __launch_bounds__(Tag::kCtaThreads, Tag::kCtasPerSm)
   auto copy = [&](int32_t stage) {
 #pragma unroll
     for (int n = 0; n < kReadRows; ++n) {
-      const bool some = row >= from_row && row < rows.in;
-      const unsigned char* at = from;
+      const uint32_t to = shared + stage * kStageBytes + n * kColumns * kColumnBytes;
+      if (row >= from_row && row < rows.in) {
+        const unsigned char* at = from;
 #pragma unroll
-      for (int c = 0; c < kColumns; ++c) {
-        CopyAsync<kChunk, true>(shared + stage * kStageBytes + (n * kColumns + c) * kColumnBytes,
-                                at, some && inside[c]);
-        at += pitch;
+        for (int c = 0; c < kColumns; ++c) {
+          CopyAsync<kChunk, true>(to + c * kColumnBytes, at, inside[c]);
+          at += pitch;
+        }
+      } else {
+#pragma unroll
+        for (int c = 0; c < kColumns; ++c) {
+          *reinterpret_cast<typename Raw::Raw*>(mine + (to - shared) + c * kColumnBytes) = {};
+        }
       }
       ++row;
       from += from_pitch;
@@ -160,11 +185,11 @@ __global__ void __launch_bounds__(Tag::kCtaThreads, Tag::kCtasPerSm)
   }
 
   const Epilogue epilogue(params.epilogue);
-  // The element offset of the results, before the first step that completes some.
-  int64_t to =
-      ((int64_t{place.image} * rows.out + place.out_row) * columns.out + place.out_column) *
-          params.channels +
-      place.channel;
+  // The results' address.
+  unsigned char* to =
+      static_cast<unsigned char*>(params.out) +
+      ((int64_t{place.image} * rows.out + place.out_row) * columns.out + place.out_column) * pitch +
+      place.channel * int64_t{sizeof(T)};
   bool stored[kStrip];
 #pragma unroll
   for (int q = 0; q < kStrip; ++q) {
@@ -176,23 +201,31 @@ __global__ void __launch_bounds__(Tag::kCtaThreads, Tag::kCtasPerSm)
   int32_t slot = 0, free = kStages - 1;
 #pragma unroll 1
   for (int32_t t = first; t < place.steps; ++t) {
-    // The stage's data is in registers; the compiler fence keeps reads before the copies that
-    // overwrite it.
+    CopyAsyncWait<kStages - 2>();
+    const unsigned char* stage = mine + slot * kStageBytes;
+    Raw ahead[kAhead ? kReadRows * kColumns : 1];
+    if constexpr (kAhead) {
+#pragma unroll
+      for (int i = 0; i < kReadRows * kColumns; ++i) {
+        ahead[i] = Raw::Load(reinterpret_cast<const T*>(stage + i * kColumnBytes));
+      }
+    }
+    // The data of the stage before is in registers; the compiler fence keeps reads before the
+    // copies that overwrite it.
     asm volatile("" ::: "memory");
     if (t + kStages - 1 < place.steps) copy(free);
     free = free + 1 == kStages ? 0 : free + 1;
     CopyAsyncCommit();
-    CopyAsyncWait<kStages - 1>();
-    const unsigned char* stage = mine + slot * kStageBytes;
     slot = slot + 1 == kStages ? 0 : slot + 1;
 #pragma unroll
     for (int n = 0; n < kReadRows; ++n) {
 #pragma unroll
       for (int c = 0; c < kColumns; ++c) {
         float pixel[kVec];
-        UnpackWords(
-            Raw::Load(reinterpret_cast<const T*>(stage + (n * kColumns + c) * kColumnBytes)),
-            pixel);
+        const int at = n * kColumns + c;
+        UnpackWords(kAhead ? ahead[kAhead ? at : 0]
+                           : Raw::Load(reinterpret_cast<const T*>(stage + at * kColumnBytes)),
+                    pixel);
         // The window row and column that a tap reads: (output * kStride + tap) / kSpread.
         const int i = (Tag::kWindowRows - kReadRows + n) * Tag::kSpread, j = c * Tag::kSpread;
 #pragma unroll
@@ -220,22 +253,24 @@ __global__ void __launch_bounds__(Tag::kCtaThreads, Tag::kCtasPerSm)
         const bool some = Inside(place.out_row + t * kRows + p, rows.out);
 #pragma unroll
         for (int q = 0; q < kStrip; ++q) {
-          if (some && stored[q]) {
-            const int64_t at = to + q * params.channels;
-            float (&values)[kVec] = sums[0][p][q];
-            if constexpr (!Epilogue::kPlain) {
-              Raw residual{};
-              if (epilogue.params.residual != nullptr) {
-                residual = epilogue.template Residual<T, kVec>(at);
-              }
-              epilogue.Scale(epilogue.template Terms<kVec>(place.channel), values);
-              epilogue.template Add<T>(values, residual, at);
-              Activate<T>(epilogue.params.activation, epilogue.params.negative_slope, values);
+          float (&values)[kVec] = sums[0][p][q];
+          unsigned char* const result = to + q * pitch;
+          if constexpr (Epilogue::kPlain) {
+            const Raw rounded = Computed(Raw::Rounded(values));
+            if (some && stored[q]) rounded.Store(reinterpret_cast<T*>(result));
+          } else if (some && stored[q]) {
+            const int64_t at = (result - static_cast<unsigned char*>(params.out)) / sizeof(T);
+            Raw residual{};
+            if (epilogue.params.residual != nullptr) {
+              residual = epilogue.template Residual<T, kVec>(at);
             }
-            Raw::Rounded(values).Store(static_cast<T*>(params.out) + at);
+            epilogue.Scale(epilogue.template Terms<kVec>(place.channel), values);
+            epilogue.template Add<T>(values, residual, at);
+            Activate<T>(epilogue.params.activation, epilogue.params.negative_slope, values);
+            Raw::Rounded(values).Store(reinterpret_cast<T*>(result));
           }
         }
-        to += int64_t{columns.out} * params.channels;
+        to += columns.out * pitch;
       }
     }
 #pragma unroll
@@ -268,7 +303,7 @@ struct Walk {
   static constexpr int kWindowRows = ((kRows - 1) * kStride + kFilterRows - 1) / kSpread + 1;
   static constexpr int kColumns = ((kStrip - 1) * kStride + kFilterColumns - 1) / kSpread + 1;
   static constexpr int kTurns = (kWindowRows + kReadRows - 1) / kReadRows;
-  static_assert(kStrip % kSpread == 0 && kWindowRows >= kReadRows && sizeof(T) == 2);
+  static_assert(kStrip % kSpread == 0 && kWindowRows >= kReadRows);
 
   template <class Tag>
   static Status Launch(const Plan& plan, const Operands& operands, void* stream) {

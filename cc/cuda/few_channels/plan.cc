@@ -472,11 +472,14 @@ constexpr double kRowsSwishNs = 0.035;
 PlanFunction PlanOf(const Instance&) { return MakePlan; }
 PlanFunction PlanOf(const RowsInstance&) { return PlanRows; }
 PlanFunction PlanOf(const RowPairsInstance&) { return PlanRowPairs; }
+PlanFunction PlanOf(const RowWindowsInstance&) { return PlanRowWindows; }
 // The last and first compute capability of an instance.
 int LastOf(const Instance&) { return 1000; }
 int LastOf(const RowsInstance&) { return 90; }
+int LastOf(const RowWindowsInstance&) { return 90; }
 int FirstOf(const Instance&) { return 80; }
 int FirstOf(const RowsInstance&) { return 90; }
+int FirstOf(const RowWindowsInstance&) { return 90; }
 
 template <Form kForm, bool kThreeTf32 = false>
 struct InstanceOf : Instance {
