@@ -44,8 +44,9 @@ constexpr double kLoadCycles = 100;
 constexpr double kCopyCycles = 200;
 // Where dy is transposed, this many threads issue the copies, in turns.
 constexpr double kProducers = 2;
-// 16-bit wgrad, which copies boxes of both operands.
+// 16-bit wgrad, which copies boxes of both operands; wgrad of TF32 under taps, and without any.
 constexpr double kWgradCopyCycles = 166;
+constexpr double kTf32WgradCopyCycles = 250, kTf32WgradMatrixCopyCycles = 150;
 // The first fill of the ring and the last tile's store; 16-bit 1x1 filters fill the ring from DRAM.
 constexpr double kPrologueCycles = 500, kPointwisePrologueCycles = 1950;
 constexpr double kEpilogueBytesPerCycle = 32.9;
@@ -213,7 +214,10 @@ double PredictMicroseconds(const Instance& instance, const ConvProblem& problem,
   if (wgrad && (tf32 || !wgrad_filter_row)) {
     copies += rows_a / static_cast<double>(KBlockElements(problem.lhs_dtype())) - 1;
   }
-  const double copy_cycles = wgrad && !tf32 ? kWgradCopyCycles : kCopyCycles;
+  const double copy_cycles = !wgrad             ? kCopyCycles
+                             : !tf32            ? kWgradCopyCycles
+                             : params.rank == 0 ? kTf32WgradMatrixCopyCycles
+                                                : kTf32WgradCopyCycles;
   const bool transposes = instance.Is(kTransposesDy);
   const double issue = (kLoadCycles / taps_per_load + copy_cycles * copies +
                         (taps_per_load > 1 && !stationary ? kLoadCycles / 2 : 0)) /
