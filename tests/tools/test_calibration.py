@@ -33,7 +33,7 @@ def test_a_form_with_few_rows_fits_less(calibrate):
 
     few = calibrate.fit(("few",), rows(6, np.linspace(1.0, 90.0, 6)), 0.2)
     assert few.parameters[2] == calibrate.UNFITTED_US and few.parameters[1] != 1
-    proportional = calibrate.fit(("proportional",), rows(20, np.linspace(10.0, 20.0, 20)), 0.2)
+    proportional = calibrate.fit(("proportional",), rows(30, np.linspace(10.0, 20.0, 30)), 0.2)
     assert proportional.parameters[2] != calibrate.UNFITTED_US and proportional.parameters[1] == 1
 
 

@@ -22,8 +22,8 @@ constexpr double kSharedRowShare = 0.75;
 // L2. Rows of 128 bytes at which the cost doubles. Measured: 144 to 24 channels on 256 images of
 // 56x56 take 208 us by tiles of 128 columns, whose rows and bytes alone would take 75.
 constexpr double kFewRows = 215;
-// The producer thread, for a copy beside the first of a k-block. Fitted.
-constexpr double kCopyCycles = 180;
+// The producer thread, for a copy beside the first of a k-block; in TF32 wgrad without taps. Fitted.
+constexpr double kCopyCycles = 180, kMatrixCopyCycles = 120;
 // Between two tiles of a CTA: decoding the tile, filling the first registers. Fitted.
 constexpr double kTileCycles = 300;
 // Registers to global memory through shared memory, bytes a cycle; a pingpong CTA has two consumers
@@ -32,8 +32,10 @@ constexpr double kStoreBytesPerCycle = 32;
 // The second kernel of split-K, bytes a cycle and SM. Fitted.
 constexpr double kReduceBytesPerCycle = 15;
 // Tensor-core time of tiles of 64 columns, which read a row of A for only 64 products. Fitted. By
-// mma.sync their warps have 32x32 results and read twice as much for a product as warps of 64x64.
-constexpr double kNarrowColumns = 64, kNarrowExcess = 1.2, kNarrowMmaSyncExcess = 2;
+// mma.sync their warps have 32x32 results and read twice as much for a product as warps of 64x64:
+// under taps, and without any.
+constexpr double kNarrowColumns = 64, kNarrowExcess = 1.2;
+constexpr double kNarrowMmaSyncExcess = 2.2, kNarrowMatrixExcess = 1.4;
 // DRAM time of bytes beyond their number, also beside WrittenExcess: those of lines that two rows of
 // results share; those written sector by sector, where rows begin inside a line and where they do
 // not. Fitted.
@@ -145,22 +147,29 @@ TimeTerms TermsOf(const Instance& instance, const ConvProblem& problem, const Ge
   const int reduced = instance.Is(kC48) ? 48 : 64;
   const double rate = instance.Is(kMmaSync) ? gpu.mma_sync_per_clock : gpu.wgmma_per_clock;
   const bool narrow = tile_n == kNarrowColumns && !instance.Is(kSwapAb) && !wgrad_filter_row;
-  const double tensor = tile_m * tile_n * reduced * (instance.Is(kThreeTf32) ? 3 : 1) / rate *
-                        (!narrow                 ? 1
-                         : instance.Is(kMmaSync) ? kNarrowMmaSyncExcess
-                                                 : kNarrowExcess);
+  const double tensor =
+      tile_m * tile_n * reduced * (instance.Is(kThreeTf32) ? 3 : 1) / rate *
+      (!narrow                 ? 1
+       : instance.Is(kMmaSync) ? (params.rank == 0 ? kNarrowMatrixExcess : kNarrowMmaSyncExcess)
+                               : kNarrowExcess);
   const double few = traffic.filter > 0 ? 1 + kFewRows * kLineBytes / traffic.filter : 1;
+  const double rows_a = tile_m / (taps_per_load * (wgrad_filter_row ? kWgradRowTaps : 1));
   const double rows =
-      tile_m / (taps_per_load * (wgrad_filter_row ? kWgradRowTaps : 1)) *
-          RowCycles(traffic.pitch_a) * (n_tiles > 1 ? kSharedRowShare : 1) +
+      rows_a * RowCycles(traffic.pitch_a) * (n_tiles > 1 ? kSharedRowShare : 1) +
       (stationary ? 0 : filters * columns * few * kSharedRowShare * RowCycles(traffic.pitch_b));
-  // One box of B for every 64 columns, but a single box of dy in TF32 wgrad; wgrad also loads one
-  // box of x for every channel block of the tile.
-  double copies = stationary ? 0 : wgrad && tf32 ? 1 : filters * columns / 64;
-  if (wgrad && !wgrad_filter_row) {
-    copies += static_cast<double>(instance.tile_m / KBlockElements(problem.lhs_dtype()) - 1);
+  // One box of B for every 64 columns, but a single box of dy in TF32 wgrad (in filter-row one for
+  // every 32); wgrad also loads one box of x for every channel block of the tile.
+  double copies = stationary                 ? 0
+                  : wgrad_filter_row && tf32 ? columns / 32
+                  : wgrad && tf32            ? 1
+                                             : filters * columns / 64;
+  if (wgrad && (tf32 || !wgrad_filter_row)) {
+    copies += rows_a / static_cast<double>(KBlockElements(problem.lhs_dtype())) - 1;
   }
-  const double issue = kCopyCycles * copies / geometry.taps_per_stage;
+  // Where dy is transposed, two threads issue the copies, in turns.
+  const double copy = wgrad && tf32 && params.rank == 0 ? kMatrixCopyCycles : kCopyCycles;
+  const double issue =
+      copy * copies / (geometry.taps_per_stage * (instance.Is(kTransposesDy) ? 2 : 1));
   const double finished =
       work.clamps ? tile_n : static_cast<double>(params.gemm_n) / static_cast<double>(n_tiles);
   // A single column tile stores only the columns that exist.

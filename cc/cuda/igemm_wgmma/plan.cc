@@ -100,6 +100,12 @@ constexpr Instance WgradPingpongLine(int64_t blocks, int64_t columns, int64_t /*
 constexpr Instance WgradFilterRowLine(int64_t /*stages*/) {
   return {kFilterRow, kWgradRowTaps * kBlockRows, 64};
 }
+constexpr Instance WgradTf32FilterRowLine(int64_t /*stages*/) {
+  return {kFilterRow | kTransposesDy, kTf32WgradRowUnits * kWgradRowTaps * kBlockRows, 64};
+}
+constexpr Instance WgradTf32Line(int64_t blocks, int64_t columns, int64_t /*stages*/) {
+  return {kTransposesDy, 2 * blocks * kBlockRows, columns};
+}
 constexpr Instance WgradMmaSyncLine(int64_t warps_m, int64_t warps_n, int64_t rows, int64_t columns,
                                     int64_t /*stages*/) {
   return {kMmaSync, warps_m * rows, warps_n * columns};
@@ -217,7 +223,8 @@ Status PlanIgemmWgmma(const KernelDesc& kernel, const ConvProblem& asked, const 
   }
   const int64_t most = MostSlices(instance, problem, geometry);
   const bool dynamic = Dynamic(instance, problem);
-  plan->form = FormTimeOf("igemm_wgmma", OperationsName(problem),
+  plan->form = FormTimeOf(instance.Is(kTransposesDy) ? "igemm_wgmma transposing" : "igemm_wgmma",
+                          OperationsName(problem),
                           OperandsName(problem, /*tf32=*/true, instance.Is(kThreeTf32)));
   const bool clamps = ActivationFactor(problem.epilogue.activation) == 0 && !problem.epilogue.pre;
   const double epilogue_cycles = problem.epilogue.statistics ? StatisticsCycles(instance, problem)
