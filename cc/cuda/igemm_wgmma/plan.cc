@@ -32,13 +32,12 @@ constexpr int64_t kDynamicTileBytes = 32 * 1024;
 constexpr int64_t kConsumers = 2;
 
 // Cycles of a consumer for the statistics of an output, without the merging kernel. Pixels as
-// rows: reductions of at least kLongSum, which hide the store, and shorter ones; weight-stationary,
-// with more than 128 input channels and with at most 128 (C128), where memory time hides more.
-// Swap-AB: pointwise, stored by TMA, and the others.
+// rows: reductions of at least kLongSum, which hide the store, and shorter ones; weight-stationary.
+// Swap-AB: pointwise, stored by TMA, and the others. Fitted to few times; the pointwise one scaled.
 constexpr int64_t kLongSum = 1024;
 constexpr double kLongSumStatistics = 0.07, kShortSumStatistics = 0.26;
-constexpr double kStationaryStatistics = 0.14, kStationaryStatisticsC128 = 0.06;
-constexpr double kPointwiseSwapAbStatistics = 0.024, kSwapAbStatistics = 0.06;
+constexpr double kStationaryStatistics = 0.1;
+constexpr double kPointwiseSwapAbStatistics = 0.1, kSwapAbStatistics = 0.2;
 
 // The line of each form of kernels.def, from its arguments. Those of the pipeline (stages, staging,
 // filter slots) matter to the device kernel alone.
@@ -126,9 +125,7 @@ double StatisticsCycles(const Instance& instance, const ConvProblem& problem) {
   if (instance.Is(kSwapAb)) {
     return instance.Is(kPointwise) ? kPointwiseSwapAbStatistics : kSwapAbStatistics;
   }
-  if (instance.WeightStationary()) {
-    return instance.stationary_k_blocks < 4 ? kStationaryStatisticsC128 : kStationaryStatistics;
-  }
+  if (instance.WeightStationary()) return kStationaryStatistics;
   return problem.taps() * problem.c_per_group() >= kLongSum ? kLongSumStatistics
                                                             : kShortSumStatistics;
 }
