@@ -76,9 +76,8 @@ STARTS = ((0.4, 0.7, 3.0), (0.7, 0.4, 7.0), (0.1, 0.1, 7.0), (0.9, 1.0, 1.0))
 
 # What is not fitted. The fixed time in forms with less than ROWS rows or without a row shorter than
 # SHORT_US, because long rows say nothing about it: it is UNFITTED_US, and XLA_US in most classes of
-# XLA's convolutions, whose own fits differ little: XLA_FIXED has the others. The DRAM share in forms
-# where the ratio of the SM's longest term to DRAM is the same in all rows up to the factor SPREAD: it
-# is 1.
+# XLA's convolutions; XLA_FIXED has the others. The DRAM share in forms where the ratio of the SM's
+# longest term to DRAM is the same in all rows up to the factor SPREAD: it is 1.
 ROWS = 25
 SHORT_US = 60.0
 UNFITTED_US = 3.0
@@ -145,9 +144,8 @@ class Rows:
     def chosen(self, which: np.ndarray) -> Rows:
         """Some of the rows."""
         keys = [key for key, taken in zip(self.keys, which, strict=True) if taken]
-        return Rows(
-            keys, *(a[which] for a in (self.terms, self.measured, self.weight, self.allowed))
-        )
+        columns = self.problem, self.terms, self.measured, self.weight, self.allowed
+        return Rows(keys, *(column[which] for column in columns))
 
 
 Forms = dict[Name, Rows]
@@ -407,9 +405,9 @@ HEADER = """\
 // LIKE(form, operations, operands; the same of the form whose parameters it takes, because it has
 //   less than {own_rows} measured rows)
 //
-// Not fitted: fixed in forms with less than {rows} rows or none shorter than {short:g} us, and in most
-// classes of XLA's convolutions; DRAM share 1 in forms with the same ratio
-// of FLOPs to bytes in all rows. Left out: the default, and shares of 1 before it.
+// Not fitted: fixed in forms with less than {rows} rows or none shorter than {short:g} us, and in
+// most classes of XLA's convolutions; DRAM share 1 in forms with the same ratio of FLOPs to bytes in
+// all rows. Left out: the default, and shares of 1 before it.
 #ifndef EXPOSED
 #define EXPOSED(...)
 #endif

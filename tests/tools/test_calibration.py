@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import pathlib
 import re
 
@@ -35,6 +36,16 @@ def test_a_form_with_few_rows_fits_less(calibrate):
     assert few.parameters[2] == calibrate.UNFITTED_US and few.parameters[1] != 1
     proportional = calibrate.fit(("proportional",), rows(30, np.linspace(10.0, 20.0, 30)), 0.2)
     assert proportional.parameters[2] != calibrate.UNFITTED_US and proportional.parameters[1] == 1
+
+
+def test_chosen_rows_keep_all_columns(calibrate):
+    import numpy as np
+
+    rows = calibrate.Rows(["a", "b"], *(np.arange(2) for _ in range(5)))
+    chosen = rows.chosen(np.array([False, True]))
+    assert chosen.keys == ["b"]
+    columns = chosen.problem, chosen.terms, chosen.measured, chosen.weight, chosen.allowed
+    assert all(column.tolist() == [1] for column in columns)
 
 
 def test_a_form_takes_the_parameters_of_the_nearest(calibrate):
@@ -77,7 +88,9 @@ def test_the_rule_is_the_librarys(calibrate, choices_program):
         for of, microseconds in ((f"{instance}/{slices}", ours), ("xla", xla)):
             name, terms = selection.terms(key, of, calibrate.TARGET)
             if name[0]:
-                row = calibrate.Rows([key], None, np.array([terms]), np.array([1.0]), np.array([1.0]))
+                row = calibrate.Rows(
+                    [key], None, np.array([terms]), np.array([1.0]), np.array([1.0])
+                )
                 assert row.predicted(lines[name], exposed)[0] == pytest.approx(microseconds, 1e-3)
 
 
@@ -126,7 +139,7 @@ def test_literals_are_found():
 def test_predictions_get_no_more_numbers():
     sources = [p for p in sorted((CC / "cuda").rglob("*")) if p.suffix in (".cc", ".h")]
     counts = {p.relative_to(CC).as_posix(): literals(p.read_text()) for p in sources}
-    found = sum(counts.values(), [])
+    found = list(itertools.chain.from_iterable(counts.values()))
     most = sorted(((len(n), name) for name, n in counts.items() if n), reverse=True)
     advice = f"derive or fit them (tools/calibrate.py), or name a rate in common/rates.h: {most}"
     assert sum(map(is_fraction, found)) <= MOST_FRACTIONS, advice
