@@ -118,7 +118,7 @@ void CheckNames() {
     const auto& instance = *static_cast<const Instance*>(kernel.instance);
     const bool wgrad_filter_row = kernel.op == Op::kWgrad && instance.Is(kFilterRow);
     const int64_t k_block =
-        wgrad_filter_row ? int64_t{kWgradRowPixels} : KBlockElements(kernel.dtype);
+        wgrad_filter_row ? WgradRowPixels(kernel.dtype) : KBlockElements(kernel.dtype);
     const std::string start = std::string(Name(kernel.op)) + "_igemm_wgmma_" + Name(kernel.dtype) +
                               "_" + std::to_string(instance.tile_m) + "x" +
                               std::to_string(instance.tile_n) + "x" + std::to_string(k_block) + "_";

@@ -189,7 +189,8 @@ std::vector<double> CarryOutWgradFilterRow(const ConvProblem& problem, const Pla
   for (int i = 0; i < p.rank; ++i) {
     if (of.lower[i] > 0) Fail(problem, "the box begins inside the tensor");
   }
-  if (of.k_blocks * kWgradRowPixels < p.images * image_pixels) {
+  const auto pixels = static_cast<int32_t>(of.k_blocks * WgradRowPixels(problem.x_dtype));
+  if (pixels < p.images * image_pixels) {
     Fail(problem, "the k-blocks miss pixels");
   }
   // The image and the coordinates of the pixel at `index`. The kernel adds one image to every index
@@ -228,7 +229,7 @@ std::vector<double> CarryOutWgradFilterRow(const ConvProblem& problem, const Pla
                   launch.b_columns +
               k];
   };
-  for (int32_t index = 0; index < of.k_blocks * kWgradRowPixels; ++index) {
+  for (int32_t index = 0; index < pixels; ++index) {
     for (int64_t group = 0; group < problem.groups; ++group) {
       for (int64_t k = 0; k < p.gemm_n; ++k) {
         const double factor = dy_at(index, group * p.b_group + k);

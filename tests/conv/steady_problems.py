@@ -182,11 +182,13 @@ def few_channels_problems(each: Instance) -> list[Problem]:
                 make("strips", (rows, 250), n=2, c=3, padding=3),
                 make("even_padding", (rows, 225), n=2, c=4, padding=((2, 3), (4, 2))),
             ]
-        make = functools.partial(problem, window=window, stride=stride, k=2 * 64 + 8)
+        # wgrad: a filter row has at most as many elements as the variant says; 128 channels a part.
+        k, c = (4 * 64 + 8, 2) if each.op == "wgrad" else (2 * 64 + 8, 4)
+        make = functools.partial(problem, window=window, stride=stride, k=k)
         rows = stride * -(-TILES // 12)
         return [
             make("strips", (rows, 248), n=2, c=3, padding=pad),
-            make("batched", (rows, 250), n=2, c=4, padding=((0, 1), (1, 0)), batch=2),
+            make("batched", (rows, 252), n=2, c=c, padding=((0, 1), (1, 0)), batch=2),
         ]
     if each.op == "fprop":
         k, tiles = 5 * 64 + 8, TILES * FEW_CTAS // 6
@@ -313,6 +315,10 @@ def split_problem(each: Instance) -> tuple[Problem, Sequence[int]]:
     if each.family == "few_channels":
         if "_narrow" in each.variant:
             return problem("split", (90, 60), 3, c=72, k=2, padding=1), range(9, 6, -1)
+        if "_stride" in each.variant:
+            window, stride = int(each.variant.split("x")[0]), int(each.variant[-1])
+            of = functools.partial(problem, "split", (90, 64), window, c=2, k=72, stride=stride)
+            return of(padding=window // 2), range(9, 6, -1)
         # x is copied in words, and in 16-byte chunks.
         return problem("split", (90, 60), 3, c=2, k=72, padding=1), range(9, 6, -1)
     if each.family in HALO_BOX:

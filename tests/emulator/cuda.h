@@ -10,6 +10,7 @@ using cuuint64_t = uint64_t;
 enum CUresult { CUDA_SUCCESS = 0, CUDA_ERROR_INVALID_VALUE = 1 };
 enum CUtensorMapDataType {
   CU_TENSOR_MAP_DATA_TYPE_UINT8,
+  CU_TENSOR_MAP_DATA_TYPE_UINT64,
   CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
   CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
   CU_TENSOR_MAP_DATA_TYPE_FLOAT32,
@@ -71,6 +72,7 @@ inline bool EncodeCommon(TensorMap* map, CUtensorMapDataType type, uint32_t rank
   map->rank = static_cast<uint8_t>(rank);
   map->element_bytes =
       type == CU_TENSOR_MAP_DATA_TYPE_UINT8                                                 ? 1
+      : type == CU_TENSOR_MAP_DATA_TYPE_UINT64                                              ? 8
       : type == CU_TENSOR_MAP_DATA_TYPE_FLOAT16 || type == CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 ? 2
                                                                                             : 4;
   map->rounds_to_tf32 = type == CU_TENSOR_MAP_DATA_TYPE_TFLOAT32;

@@ -160,6 +160,7 @@ DENSE = problem("3x3", (7, 9), 3, c=24, k=40, padding=1)
 SEVERAL_TILES = problem("3x3_tiles", (9, 11), 3, n=11, c=16, k=24, padding=1)
 PADDED_TILES = problem("3x3_padded", (9, 11), 3, n=15, c=64, k=40, padding=1)
 STRIDED = problem("3x3_stride2", (8, 7), 3, c=16, k=72, padding=1, stride=2)
+STRIDED_WIDE = problem("3x3_stride2", (8, 7), 3, n=3, c=40, k=160, padding=1, stride=2)
 POINTWISE = problem("1x1", (5, 7), 1, c=72, k=24)
 # Three tiles of 256 pixels for each CTA.
 POINTWISE_PIXELS = problem("1x1_pixels", (37, 35), 1, n=1, c=72, k=24)
@@ -171,6 +172,10 @@ ODD = problem("odd_channels", (6, 5), 3, c=5, k=7, padding=1)
 GROUPS = problem("groups", (6, 5), 3, c=16, k=32, groups=2, padding=1)
 WIDE = problem("wide_groups", (6, 5), 3, c=128, k=64, groups=2, padding=1)
 WIDE_TILES = problem("wide_tiles", (6, 5), 3, c=40, k=96, padding=1)
+# Rows of five taps that lie apart, in parts of three; a tile without its third part.
+FILTER_ROWS = problem(
+    "filter_rows", (9, 12), (2, 5), n=3, c=72, k=96, padding=(1, 4), stride=(2, 1), dilation=(1, 2)
+)
 # Folded columns (pixels of 24 channels), and folded rows.
 PATCHES = problem("patches", (8, 20), 4, c=6, k=24, stride=4)
 PATCHES_MANY = problem("patches", (32, 24), (16, 8), n=40, c=3, k=136, stride=(16, 8))
@@ -242,6 +247,7 @@ OTHERS = {
     "dgrad_few_channels_f16_128x64_narrow": [NARROW],
     "wgrad_few_channels_bf16_32x64_narrow": [NARROW],
     "wgrad_few_channels_bf16_192x64_chunks": [IMAGE_WIDE],
+    "wgrad_few_channels_bf16_7x24_stride2": [IMAGE],
     "fprop_igemm_wgmma_f16_128x128x64_cooperative": [STRIDED],
     "dgrad_igemm_wgmma_bf16_128x64x64_pingpong": [STRIDED],
     "dgrad_igemm_wgmma_bf16_192x128x64_pingpong_patches": [PATCHES, PATCHES_MANY],
@@ -258,6 +264,8 @@ OTHERS = {
     "wgrad_igemm_wgmma_f16_128x64x64_pingpong": [STRIDED],
     "wgrad_igemm_wgmma_bf16_192x64x128_filter_row": [DENSE],
     "wgrad_igemm_wgmma_f32_128x64x32_mma_sync": [WIDE],
+    "wgrad_igemm_wgmma_f32_256x128x32_cooperative": [WIDE, STRIDED_WIDE],
+    "wgrad_igemm_wgmma_f32_576x64x32_filter_row": [WIDE, FILTER_ROWS],
     # Three TF32 products of float32 (test_split_tf32.py).
     "fprop_igemm_wmma_f32_64x64x32_3stage_3xtf32": [DENSE],
     "dgrad_igemm_wmma_f32_128x64x32_3stage_3xtf32": [GROUPS, PATCHES],
@@ -347,7 +355,11 @@ EPILOGUES = {
         (IMAGE, "scale bias relu6", ""),
         (IMAGE, "bias residual relu", ""),
     ],
-    "fprop_few_channels_f16_7x7_stride2": [(IMAGE, "scale bias relu6", "")],
+    "fprop_few_channels_f16_7x7_stride2": [
+        (IMAGE, "scale bias relu6", ""),
+        (IMAGE, "scale bias silu", ""),
+        (IMAGE, "bias hard_swish", ""),
+    ],
     "fprop_few_channels_f32_128x64": [
         (IMAGE, "scale bias relu6", ""),
         (IMAGE, "bias residual relu pre", ""),
@@ -364,6 +376,7 @@ EPILOGUES = {
     "fprop_depthwise_f16_32ch_7x7_pairs": [
         (DEPTHWISE_TMA[4], "bias", ""),
         (DEPTHWISE_TMA[4], "scale residual silu pre", ""),
+        (DEPTHWISE_TMA[4], "scale bias hard_swish", ""),
     ],
     "fprop_depthwise_f16_8ch_3x3_stride2_walk": [
         (DEPTHWISE_TMA[2], "scale bias residual relu6 pre", "")

@@ -196,13 +196,14 @@ void ReadOperand(uint64_t descriptor, int rows, Value* values) {
   const auto layout = static_cast<int>(descriptor >> 62);
   const uint32_t width = layout == 0 ? 0 : 256 >> layout;  // 128, 64, 32
   if ((descriptor >> 49 & 7) != 0) Fail("wgmma: a base offset in a descriptor");
-  if (kMnMajor && layout == 0) Fail("wgmma: MN-major operands have a swizzle here");
   const int of_row = static_cast<int>(width / 16);
   const int lines = kMnMajor ? kDepth : rows, chunks = (kMnMajor ? rows : kDepth) / kOfChunk;
   for (int line = 0; line < lines; ++line) {
     for (int chunk = 0; chunk < chunks; ++chunk) {
       uint32_t at = start + line / 8 * stride;
-      if (kMnMajor) {
+      if (kMnMajor && layout == 0) {
+        at = start + line / 8 * leading + line % 8 * 16 + chunk * stride;
+      } else if (kMnMajor) {
         at += line % 8 * width + chunk / of_row * leading + chunk % of_row * 16;
       } else if (layout == 0) {
         at += line % 8 * 16 + chunk * leading;

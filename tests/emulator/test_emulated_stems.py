@@ -18,6 +18,10 @@ INSTANCES = [
     "fprop_few_channels_bf16_11x11_stride4",
     "fprop_few_channels_f32_128x64",
     "fprop_few_channels_f32_128x64_3xtf32",
+    "wgrad_few_channels_bf16_7x24_stride2",
+    "wgrad_few_channels_f16_3x16_stride2",
+    "wgrad_few_channels_bf16_4x16_stride4",
+    "wgrad_few_channels_bf16_3x16_stride1",
 ]
 # Strips, batches, and parts of 64 output channels; even, odd and negative padding.
 BATCHED = problem(
@@ -48,6 +52,29 @@ CASES = [
     (INSTANCES[2], BATCHED),
     (INSTANCES[2], STRIPS),
     (INSTANCES[2], problem("cut", (21, 36), 7, c=2, k=64, stride=2, padding=((-2, 0), (-1, -1)))),
+    (INSTANCES[6], STRIPS),
+    # Rows of y of three strips, the last of 22 pixels; many rows in one image.
+    (INSTANCES[6], problem("wide", (12, 608), 7, n=1, c=3, k=72, stride=2, padding=3)),
+    (INSTANCES[6], problem("long", (61, 40), 7, c=1, n=3, k=8, stride=2, padding=3)),
+    (INSTANCES[6], problem("cut", (21, 40), 7, c=1, k=136, stride=2, padding=((-2, 0), (-1, -1)))),
+    (
+        INSTANCES[6],
+        problem(
+            "batched", (18, 24), 7, n=2, c=3, k=56, stride=2, padding=((2, 3), (4, 2)), batch=2
+        ),
+    ),
+    (INSTANCES[7], problem("3x3", (22, 232), 3, n=1, c=3, k=72, stride=2, padding=((0, 1), 1))),
+    # Filter rows of 12 elements; columns that are three apart.
+    (INSTANCES[7], problem("4ch", (28, 264), 3, n=2, c=4, k=32, stride=2, padding=1)),
+    (INSTANCES[7], problem("row", (9, 40), (3, 5), c=3, k=8, stride=(2, 3), padding=(1, 0))),
+    (INSTANCES[8], problem("two_parts", (31, 232), 4, c=3, k=136, stride=4, padding=(2, 1))),
+    # Windows that are an odd number of elements apart.
+    (INSTANCES[9], problem("wide", (14, 136), 3, n=3, c=3, k=72, padding=1)),
+    (
+        INSTANCES[9],
+        problem("short", (23, 24), 3, n=2, c=5, k=40, padding=((0, 1), (2, 1)), batch=2),
+    ),
+    (INSTANCES[8], problem("one_part", (32, 64), 4, n=3, c=3, k=96, stride=4)),
 ]
 
 
@@ -107,3 +134,35 @@ def test_nan_and_infinity_stay_in_their_windows(
     operands = given.astype(element), w.astype(element)
     actual = computed(program, instance, key, *operands, element, tmp_path, "sms=3")
     np.testing.assert_array_equal(actual.reshape(out.shape).astype(float), out)
+
+
+@pytest.mark.parametrize(
+    "instance, window, stride",
+    [
+        (i, w, s)
+        for i, w, s in (
+            (INSTANCES[6], 7, 2),
+            (INSTANCES[7], 3, 2),
+            (INSTANCES[8], 4, 4),
+            (INSTANCES[9], 3, 1),
+        )
+    ],
+)
+def test_nan_of_x_reaches_only_the_taps_that_multiply_it(
+    program, instance, window, stride, tmp_path
+):
+    """Also in columns behind the last window, and in pixels of a strip beyond y."""
+    of = problem("nan", (20, 24), window, c=3, k=16, stride=stride)
+    rng = np.random.default_rng(3)
+    x, dy, dw = (np.zeros(of.canonical_shape(role)) for role in "xyw")
+    x[...], dy[...] = rng.integers(-2, 3, x.shape), rng.integers(-2, 3, dy.shape)
+    x[0, -1, -1], x[1, 5, 8, 1], x[0, 0, 3, 2] = np.nan, np.nan, np.inf
+    with np.errstate(invalid="ignore"):
+        for r, s, p, q in np.ndindex(window, window, *dy.shape[1:3]):
+            pixel = x[:, stride * p + r, stride * q + s]
+            dw[r, s] += (pixel[:, :, None] * dy[:, p, q, None]).sum(0)
+    dtype = instance.split("_")[3]
+    element, key = DTYPES[dtype][0], of.line(Op.WGRAD, dtype)
+    operands = x.astype(element), dy.astype(element)
+    actual = computed(program, instance, key, *operands, element, tmp_path, "sms=3")
+    np.testing.assert_array_equal(actual.reshape(dw.shape).astype(float), dw)

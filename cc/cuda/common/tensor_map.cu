@@ -33,20 +33,25 @@ struct Layout {
   cuuint64_t stride[4];  // bytes, of every dimension but the innermost
 };
 
+int64_t WidthOf(const DenseTensor& tensor) {
+  return tensor.word_bytes > 0 ? tensor.word_bytes : ByteWidth(tensor.dtype);
+}
+
 Layout LayoutOf(const DenseTensor& tensor) {
   Layout layout{};
-  layout.type = tensor.dtype == DType::kBF16   ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
+  const int64_t width = WidthOf(tensor);
+  layout.type = width == 8                     ? CU_TENSOR_MAP_DATA_TYPE_UINT64
+                : tensor.dtype == DType::kBF16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
                 : tensor.dtype == DType::kF16  ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
                 : ByteWidth(tensor.dtype) == 1 ? CU_TENSOR_MAP_DATA_TYPE_UINT8
                 : tensor.whole_f32             ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32
                                                : CU_TENSOR_MAP_DATA_TYPE_TFLOAT32;
-  cuuint64_t bytes = ByteWidth(tensor.dtype);
+  cuuint64_t bytes = width;
   for (int i = 0; i < tensor.rank; ++i) {
     layout.extent[i] = tensor.extent[i];
     bytes *= tensor.extent[i];
     if (i + 1 < tensor.rank) {
-      layout.stride[i] =
-          tensor.stride[i + 1] == 0 ? bytes : tensor.stride[i + 1] * ByteWidth(tensor.dtype);
+      layout.stride[i] = tensor.stride[i + 1] == 0 ? bytes : tensor.stride[i + 1] * width;
     }
   }
   return layout;
@@ -86,7 +91,7 @@ Status EncodeTiledMap(const DenseTensor& tensor, const int32_t* box, CUtensorMap
       "cuTensorMapEncodeTiled",
       encode(map, layout.type, tensor.rank, const_cast<void*>(tensor.address), layout.extent,
              layout.stride, box_extent, element_stride, CU_TENSOR_MAP_INTERLEAVE_NONE,
-             swizzled ? SwizzleOf(box[0] * ByteWidth(tensor.dtype)) : CU_TENSOR_MAP_SWIZZLE_NONE,
+             swizzled ? SwizzleOf(box[0] * WidthOf(tensor)) : CU_TENSOR_MAP_SWIZZLE_NONE,
              swizzled ? CU_TENSOR_MAP_L2_PROMOTION_L2_128B : CU_TENSOR_MAP_L2_PROMOTION_NONE,
              CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE));
 }

@@ -21,6 +21,9 @@ struct DenseTensor {
   int64_t extent[5] = {};
   int64_t stride[5] = {};  // elements, of every dimension but the innermost; 0: dense
   bool whole_f32 = false;
+  // 8: elements are opaque words of 8 bytes, whatever dtype is. Boxes have at most 256 elements in
+  // each dimension, so longer rows need longer elements.
+  int32_t word_bytes = 0;
 };
 
 // Boxes of `box` elements, zeros outside. Rows of 128, 64 or 32 bytes are swizzled and fetched by

@@ -466,15 +466,20 @@ Status MakePlan(const KernelDesc& kernel, const ConvProblem& asked, const Gpu& g
 // SM time that scale, bias and a clamp add to an output of the rows forms, ns: they hide behind the
 // next row's loads. Measured on 256 images, 3x3/2 with relu6: 113.4 us, without 110.7.
 constexpr double kRowsClampNs = 0.004;
+// The same with silu or hard_swish; not measured, as in the depthwise form of pairs.
+constexpr double kRowsSwishNs = 0.035;
 
 PlanFunction PlanOf(const Instance&) { return MakePlan; }
 PlanFunction PlanOf(const RowsInstance&) { return PlanRows; }
 PlanFunction PlanOf(const RowPairsInstance&) { return PlanRowPairs; }
+PlanFunction PlanOf(const RowWindowsInstance&) { return PlanRowWindows; }
 // The last and first compute capability of an instance.
 int LastOf(const Instance&) { return 1000; }
 int LastOf(const RowsInstance&) { return 90; }
+int LastOf(const RowWindowsInstance&) { return 90; }
 int FirstOf(const Instance&) { return 80; }
 int FirstOf(const RowsInstance&) { return 90; }
+int FirstOf(const RowWindowsInstance&) { return 90; }
 
 template <Form kForm, bool kThreeTf32 = false>
 struct InstanceOf : Instance {
@@ -530,7 +535,10 @@ std::vector<KernelDesc> Kernels() {
 #define FUSED(...)
 #include "cuda/few_channels/kernels.def"
   for (KernelDesc& kernel : all) {
-    if (kernel.plan == PlanRows) kernel.epilogue_cost.clamps = kRowsClampNs;
+    if (kernel.plan == PlanRows) {
+      kernel.epilogue_cost.clamps = kRowsClampNs;
+      kernel.epilogue_cost.swish = kRowsSwishNs;
+    }
     if (kernel.plan != MakePlan) continue;
     kernel.three_tf32 = static_cast<const Instance*>(kernel.instance)->three_tf32;
   }

@@ -40,8 +40,11 @@ Status CheckRows(const RowsInstance& instance, const ConvProblem& problem) {
     return Status::Unimplemented("expected rows of x of a multiple of 8 elements");
   }
   const Epilogue& epilogue = problem.epilogue;
-  if (epilogue.residual || epilogue.pre || epilogue.activation > Activation::kRelu6) {
-    return Status::Unimplemented("expected an epilogue of scale, bias and a clamp");
+  const bool computed = epilogue.activation <= Activation::kRelu6 ||
+                        epilogue.activation == Activation::kSilu ||
+                        epilogue.activation == Activation::kHardSwish;
+  if (epilogue.residual || epilogue.pre || !computed) {
+    return Status::Unimplemented("expected an epilogue of scale, bias and a clamp or swish");
   }
   return {};
 }
@@ -165,6 +168,110 @@ Status PlanRows(const KernelDesc& kernel, const ConvProblem& problem, const Gpu&
                         250.0 * static_cast<double>(instance.stride / 2 - 1);
   JAXCONV_RETURN_IF_ERROR(Finish(problem, gpu, parts, cycles, params.get(), plan));
   plan->kernel = &kernel;
+  plan->params = std::move(params);
+  return {};
+}
+
+namespace {
+
+Status CheckWindows(const RowWindowsInstance& instance, const ConvProblem& problem) {
+  if (problem.filter[1] != instance.filter_rows || problem.stride[1] != instance.stride) {
+    return Status::Unimplemented("expected " + std::to_string(instance.filter_rows) +
+                                 " filter rows and a stride of " + std::to_string(instance.stride));
+  }
+  if (problem.filter[2] * problem.c > instance.row_planes * 8) {
+    return Status::Unimplemented("C S is " + std::to_string(problem.filter[2] * problem.c) +
+                                 ", expected at most " + std::to_string(instance.row_planes * 8));
+  }
+  for (int a = 1; a < 3; ++a) {
+    if (problem.dilation[a] != 1) return Status::Unimplemented("expected no dilation");
+  }
+  if (problem.in[2] * problem.c % 8 != 0) {
+    return Status::Unimplemented("expected rows of x of a multiple of 8 elements");
+  }
+  return {};
+}
+
+// Divides a row of y into strips of 64, 112 or 128 pixels, as few in all as possible, whose rows of
+// x fit into a box of TMA.
+Status DivideIntoStrips(const RowWindowsInstance& instance, const ConvProblem& problem,
+                        WindowsParams* params) {
+  constexpr int64_t kBoxWords = 256, kWordElements = 4;
+  // Copies begin at multiples of 16 bytes inside x. If x begins with padding, the first strip is
+  // copied to 128 bytes behind the place of other strips, which begin 64 elements earlier.
+  constexpr int64_t kGapElements = 64, kGapBytes = 128;
+  const int64_t first = -problem.pad_lo[2] * problem.c, step = problem.stride[2] * problem.c;
+  const int64_t begin = first < 0 ? -kGapElements : first / 8 * 8, lead = first - begin;
+  if (lead < 0) return Status::Unimplemented("expected at most 64 elements of padding in a row");
+  int64_t least = 0;
+  for (const int64_t pixels : {128, 112, 64}) {
+    const int64_t elements = lead + (pixels - 1) * step + params->row_elements;
+    const int64_t words = CeilDiv(elements, 2 * kWordElements) * 2;
+    if (pixels > instance.most_pixels() || words > kBoxWords) continue;
+    const int64_t strips = CeilDiv(problem.out[2], pixels);
+    if (least > 0 && strips * pixels >= least) continue;
+    least = strips * pixels;
+    params->strips = FastDivmod(strips);
+    params->pixels = static_cast<int32_t>(pixels);
+    params->first_word = static_cast<int32_t>(begin / kWordElements);
+    params->strip_words = static_cast<int32_t>(pixels * step / kWordElements);
+    params->lead_bytes = static_cast<int32_t>(lead * 2);
+    params->left_elements = static_cast<int32_t>(std::max<int64_t>(0, -first));
+    params->step_bytes = static_cast<int32_t>(step * 2);
+    params->raw_row_bytes = static_cast<int32_t>(words * 8);
+    params->raw_group_bytes = static_cast<int32_t>(
+        CeilDiv(params->raw_row_bytes * instance.stride + kGapBytes, 128) * 128);
+  }
+  if (least > 0) return {};
+  return Status::Unimplemented("the windows of 64 pixels are wider than a box of TMA");
+}
+
+}  // namespace
+
+Status PlanRowWindows(const KernelDesc& kernel, const ConvProblem& problem, const Gpu& gpu,
+                      int64_t slices, Plan* plan) {
+  const auto& instance = *static_cast<const RowWindowsInstance*>(kernel.instance);
+  JAXCONV_RETURN_IF_ERROR(CheckTypes(kernel, problem, /*tf32=*/false));
+  JAXCONV_RETURN_IF_ERROR(CheckImages(kernel, problem));
+  JAXCONV_RETURN_IF_ERROR(CheckWindows(instance, problem));
+  auto params = std::make_shared<WindowsParams>();
+  params->images = static_cast<int32_t>(problem.batch * problem.n);
+  params->batch_images = static_cast<int32_t>(problem.n);
+  params->out_elements = problem.w_elements();
+  params->w_batch = problem.w_elements() / problem.batch;
+  params->k = static_cast<int32_t>(problem.k);
+  params->row_elements = static_cast<int32_t>(problem.filter[2] * problem.c);
+  params->x_rows = static_cast<int32_t>(problem.in[1]);
+  params->x_row_words = static_cast<int32_t>(problem.in[2] * problem.c / 4);
+  params->out_columns = static_cast<int32_t>(problem.out[2]);
+  params->pad_rows = static_cast<int32_t>(problem.pad_lo[1]);
+  params->out_rows = FastDivmod(problem.out[1]);
+  JAXCONV_RETURN_IF_ERROR(DivideIntoStrips(instance, problem, params.get()));
+  const int64_t strips = params->strips.divisor, pixels = params->pixels;
+  params->units = static_cast<int32_t>(params->batch_images * strips * problem.out[1]);
+  const int64_t parts = CeilDiv(problem.k, instance.consumers * kRowChannels);
+  params->column_parts = FastDivmod(parts);
+  const int64_t group_bytes = pixels * 16 * instance.row_planes * instance.stride;
+  // The last windows' words of a plane reach beyond the last row.
+  constexpr int64_t kBeyondBytes = 64;
+  params->shared_bytes =
+      pixels * 128 * instance.gradient_rows * instance.consumers +
+      group_bytes * (RowWindowsInstance::kGroups + instance.window_groups() - 1) +
+      int64_t{params->raw_group_bytes} * RowWindowsInstance::kRawGroups + kBeyondBytes;
+  // A row of y: its products, and about as long again for the rest of its synchronisation.
+  const int64_t product = std::max(instance.columns() / 2, 16 + instance.columns() / 4);
+  const auto cycles = static_cast<double>(pixels / 16 * product * 5 / 4 + 100);
+  JAXCONV_RETURN_IF_ERROR(Finish(problem, gpu, parts, cycles, params.get(), plan));
+  if (slices < 0 || slices > params->units) {
+    return Status::InvalidArgument("slices: expected 1 to " + std::to_string(params->units) +
+                                   ", got " + std::to_string(slices));
+  }
+  if (slices > 0) params->grid_x = slices;
+  plan->kernel = &kernel;
+  plan->slices = params->grid_x;
+  plan->workspace_bytes = plan->slices * problem.w_elements() * int64_t{sizeof(float)};
+  plan->microseconds += gpu.launch_us + 2 * static_cast<double>(plan->workspace_bytes) /
+                                            (20 * gpu.sm_count * gpu.cycles_per_us());
   plan->params = std::move(params);
   return {};
 }

@@ -66,6 +66,45 @@ struct RowsInstance {
 };
 struct RowPairsInstance : RowsInstance {};
 
+// A line of kernels.def for row_windows_sm90.cuh: rows of the filter, planes of 8 elements of a
+// filter row, the stride of rows, warpgroups with 64 output channels each, and rows of dy in their
+// ring.
+struct RowWindowsInstance {
+  int32_t filter_rows, row_planes, stride, consumers, gradient_rows;
+
+  // Warpgroups that spread rows of x, groups of rows in the rings of planes and of unmodified rows.
+  static constexpr int32_t kSpreaders = 2, kGroups = 8, kRawGroups = 4;
+
+  JAXCONV_HOST_DEVICE constexpr int32_t columns() const { return filter_rows * row_planes * 8; }
+  // Groups of `stride` rows of x in a window.
+  JAXCONV_HOST_DEVICE constexpr int32_t window_groups() const {
+    return (filter_rows + stride - 1) / stride;
+  }
+  // Pixels of a strip: 64, or 112 and 128 too.
+  JAXCONV_HOST_DEVICE constexpr int32_t most_pixels() const { return stride > 2 ? 64 : 128; }
+};
+
+// The parameter block of row_windows_sm90.cuh. A launch sets the pointer.
+struct WindowsParams {
+  void* out = nullptr;                   // float32 sums, one filter after another
+  int64_t out_elements = 0;              // of all batches' filters
+  int64_t w_batch = 0;                   // of a batch's filter
+  int32_t images = 1, batch_images = 1;  // of all batches; of one batch
+  int32_t k = 8, row_elements = 1;       // output channels; elements of a filter row
+  int32_t x_rows = 1, x_row_words = 2;   // words of 8 bytes
+  int32_t out_columns = 1, pad_rows = 0;
+  int32_t units = 1;            // rows of y in strips, of one batch
+  FastDivmod out_rows, strips;  // rows of y; strips across
+  FastDivmod column_parts;      // of 64 channels for each consumer
+  int32_t pixels = 64;          // of a strip
+  // The first word of the first strip, negative with padding; the words from strip to strip; the bytes
+  // from the first word to pixel 0's window and from window to window; the elements of padding.
+  int32_t first_word = 0, strip_words = 0, lead_bytes = 0, step_bytes = 2, left_elements = 0;
+  int32_t raw_row_bytes = 16, raw_group_bytes = 128;
+  int64_t shared_bytes = 0;
+  int64_t grid_x = 1, grid_y = 1;
+};
+
 // The parameter block of rows_sm90.cuh. A launch sets the pointers.
 struct RowsParams {
   const void* x = nullptr;
@@ -119,6 +158,8 @@ Status PlanRows(const KernelDesc& kernel, const ConvProblem& problem, const Gpu&
                 int64_t slices, Plan* plan);
 Status PlanRowPairs(const KernelDesc& kernel, const ConvProblem& problem, const Gpu& gpu,
                     int64_t slices, Plan* plan);
+Status PlanRowWindows(const KernelDesc& kernel, const ConvProblem& problem, const Gpu& gpu,
+                      int64_t slices, Plan* plan);
 
 }  // namespace jaxconv::few_channels
 

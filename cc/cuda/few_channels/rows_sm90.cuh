@@ -31,7 +31,7 @@
 // would store at the same time. Rows of y are staged with the 128-byte swizzle and stored by TMA.
 //
 // Refuses: other strides and filters than the instance's, dilation, rows of x that are not
-// multiples of 16 bytes, K not in multiples of 8, epilogues beyond scale, bias and a clamp.
+// multiples of 16 bytes, K not in multiples of 8, epilogues beyond scale, bias and a clamp or swish.
 #ifndef JAXCONV_CUDA_FEW_CHANNELS_ROWS_SM90_CUH_
 #define JAXCONV_CUDA_FEW_CHANNELS_ROWS_SM90_CUH_
 
@@ -211,23 +211,36 @@ __device__ __forceinline__ void LoadFilter(const RowsParams& params, const unsig
   NamedBarrierSync(1, kRowConsumers * 128);
 }
 
+// What follows scale and bias: nothing, a clamp, or a swish (silu or hard_swish).
+enum class Finish { kNone, kClamp, kSwish };
+
 // A thread's sums of eight pixels as words to store: two pixels of a channel, and of the channel 8
-// further. kClamp: with an activation.
-template <class Tag, bool kClamp>
+// further.
+template <class Tag, Finish kFinish>
 __device__ __forceinline__ void RoundSums(const float* sums, const float (&scale)[2],
-                                          const float (&bias)[2],
+                                          const float (&bias)[2], Activation activation,
                                           const PairBounds<typename Tag::T>& bounds,
                                           uint32_t* word) {
+  using T = typename Tag::T;
+  float values[4];
+#pragma unroll
+  for (int e = 0; e < 4; ++e) {
+    values[e] = WgmmaResult(sums[e]);
+    if constexpr (!Tag::Epilogue::kPlain) {
+      values[e] = fmaf(values[e], scale[e / 2], bias[e / 2]);
+    }
+  }
+  if constexpr (kFinish == Finish::kSwish) {
+    if (activation == Activation::kSilu) {
+      ActivateSlow<T>(Activation::kSilu, values);
+    } else {
+      ActivateQuick(Activation::kHardSwish, 0, values);
+    }
+  }
 #pragma unroll
   for (int m = 0; m < 2; ++m) {
-    float pair[2];
-#pragma unroll
-    for (int e = 0; e < 2; ++e) {
-      pair[e] = WgmmaResult(sums[m * 2 + e]);
-      if constexpr (!Tag::Epilogue::kPlain) pair[e] = fmaf(pair[e], scale[m], bias[m]);
-    }
-    word[m] = PackPair<typename Tag::T>(pair[0], pair[1]);
-    if constexpr (kClamp) word[m] = bounds.Clamp(word[m]);
+    word[m] = PackPair<T>(values[2 * m], values[2 * m + 1]);
+    if constexpr (kFinish == Finish::kClamp) word[m] = bounds.Clamp(word[m]);
   }
 }
 
@@ -289,7 +302,8 @@ __global__ void __launch_bounds__(Tag::kThreads, 1)
       bias[half] = terms.bias[0];
     }
   }
-  const PairBounds<T> bounds(params.epilogue.activation);
+  const Activation activation = params.epilogue.activation;
+  const PairBounds<T> bounds(activation);
   // A lane's row of the stored matrices: 8 channels of a pixel.
   const uint32_t staged = first + warpgroup * kShape.staged_bytes();
   const uint32_t store =
@@ -297,15 +311,15 @@ __global__ void __launch_bounds__(Tag::kThreads, 1)
   float acc[kShape.pixels() / 2];
 #pragma unroll
   for (float& sum : acc) sum = 0;
-  auto stage = [&](auto clamps) {
+  auto stage = [&](auto finish) {
 #pragma unroll
     for (int j = 0; j < kShape.pixels(); j += 16) {
       uint32_t word[4] = {};
 #pragma unroll
       for (int m = 0; m < 4; m += 2) {
         if (j + m * 4 < kShape.pixels()) {
-          RoundSums<Tag, decltype(clamps)::value>(acc + j / 2 + m * 2, scale, bias, bounds,
-                                                  word + m);
+          RoundSums<Tag, decltype(finish)::value>(acc + j / 2 + m * 2, scale, bias, activation,
+                                                  bounds, word + m);
         }
       }
       StoreMatricesTransposed(store + j * 128, word[0], word[1], word[2], word[3]);
@@ -348,10 +362,12 @@ __global__ void __launch_bounds__(Tag::kThreads, 1)
       NamedBarrierSync(2 + warpgroup, 128);
       WgmmaWait<0>();
       if (i + 2 < band.count) reader.FreeUntil(of_row + 2 * kShape.planes());
-      if (Tag::Epilogue::kPlain || params.epilogue.activation == Activation::kNone) {
-        stage(std::false_type());
+      if (Tag::Epilogue::kPlain || activation == Activation::kNone) {
+        stage(std::integral_constant<Finish, Finish::kNone>());
+      } else if (activation <= Activation::kRelu6) {
+        stage(std::integral_constant<Finish, Finish::kClamp>());
       } else {
-        stage(std::true_type());
+        stage(std::integral_constant<Finish, Finish::kSwish>());
       }
       FenceForCopies();
       NamedBarrierSync(2 + warpgroup, 128);

@@ -17,7 +17,7 @@ constexpr double kWgmmaShare = 1900.0 / 2048;
 constexpr double kKBlockCycles = 2.79;
 // TMA cycles for one row of a box (128 bytes of shared memory), by the alignment of the row pitch
 // in global memory: 128 bytes, 32 bytes (a sector), 16 bytes. k*RowsExposed is the share of these
-// cycles that the tensor cores do not hide: 16-bit, TF32, wgrad of TF32.
+// cycles that the tensor cores do not hide: 16-bit, TF32, wgrad of TF32 (none where dy is transposed).
 constexpr double kRowCycles = 2.17;
 constexpr double kSectorRowCycles = 3.19;
 constexpr double kUnalignedRowCycles = 3.68;
@@ -42,8 +42,11 @@ constexpr double kPointwiseTileCycles = 614;
 constexpr double kStationaryTileCycles = 448, kTf32StationaryTileCycles = 1255;
 constexpr double kLoadCycles = 100;
 constexpr double kCopyCycles = 200;
-// 16-bit wgrad, which copies boxes of both operands.
+// Where dy is transposed, this many threads issue the copies, in turns.
+constexpr double kProducers = 2;
+// 16-bit wgrad, which copies boxes of both operands; wgrad of TF32 under taps, and without any.
 constexpr double kWgradCopyCycles = 166;
+constexpr double kTf32WgradCopyCycles = 250, kTf32WgradMatrixCopyCycles = 150;
 // The first fill of the ring and the last tile's store; 16-bit 1x1 filters fill the ring from DRAM.
 constexpr double kPrologueCycles = 500, kPointwisePrologueCycles = 1950;
 constexpr double kEpilogueBytesPerCycle = 32.9;
@@ -202,17 +205,27 @@ double PredictMicroseconds(const Instance& instance, const ConvProblem& problem,
   const double rows = rows_a * RowCycles(traffic.pitch_a) +
                       parts * (stationary ? 0 : columns) * few * SharedRowCycles(traffic.pitch_b);
   // Copies of a k-block beside the first box of activations: one box of B for every 64 columns, but
-  // a single box of dy in TF32 wgrad; wgrad also loads one box of x for every channel block of the
-  // tile.
-  double copies = stationary ? 0 : wgrad && tf32 ? 1 : parts * columns / 64;
-  if (wgrad && !wgrad_filter_row) {
-    copies += static_cast<double>(instance.tile_m / KBlockElements(problem.lhs_dtype()) - 1);
+  // a single box of dy in TF32 wgrad (in filter-row one for every 32); wgrad also loads one box of x
+  // for every channel block of the tile.
+  double copies = stationary                 ? 0
+                  : wgrad_filter_row && tf32 ? columns / 32
+                  : wgrad && tf32            ? 1
+                                             : parts * columns / 64;
+  if (wgrad && (tf32 || !wgrad_filter_row)) {
+    copies += rows_a / static_cast<double>(KBlockElements(problem.lhs_dtype())) - 1;
   }
-  const double copy_cycles = wgrad && !tf32 ? kWgradCopyCycles : kCopyCycles;
+  const double copy_cycles = !wgrad             ? kCopyCycles
+                             : !tf32            ? kWgradCopyCycles
+                             : params.rank == 0 ? kTf32WgradMatrixCopyCycles
+                                                : kTf32WgradCopyCycles;
+  const bool transposes = instance.Is(kTransposesDy);
   const double issue = (kLoadCycles / taps_per_load + copy_cycles * copies +
                         (taps_per_load > 1 && !stationary ? kLoadCycles / 2 : 0)) /
-                       taps_per_stage;
-  const double exposed = !tf32 ? kRowsExposed : wgrad ? kTf32WgradRowsExposed : kTf32RowsExposed;
+                       (taps_per_stage * (transposes ? kProducers : 1));
+  const double exposed = !tf32        ? kRowsExposed
+                         : transposes ? 0
+                         : wgrad      ? kTf32WgradRowsExposed
+                                      : kTf32RowsExposed;
   // If TMA takes longer than the tensor cores, it hides the exposed rows; not with groups, whose
   // tiles share no filter rows.
   const double seen = stationary ? 0 : exposed * rows;

@@ -225,12 +225,13 @@ Status MakeWgradFilterRow(const ConvProblem& problem, const GatherAxis& axis, Ge
   launch.a_upper[0][0] = static_cast<int32_t>(walked - axis.src_extent);
   launch.b_upper = static_cast<int32_t>(walked - axis.dst_extent);
   for (int i = 0; i < 3; ++i) launch.b_extent[i] = problem.out[2 - i];
-  geometry->k_blocks = CeilDiv(problem.n * image, kWgradRowPixels);
+  const int64_t pixels = WgradRowPixels(problem.x_dtype);
+  geometry->k_blocks = CeilDiv(problem.n * image, pixels);
   all.k_blocks = static_cast<int32_t>(geometry->k_blocks);
-  geometry->taps_per_stage = static_cast<double>(kWgradRowPixels / KBlockElements(problem.x_dtype));
+  geometry->taps_per_stage = static_cast<double>(pixels / KBlockElements(problem.x_dtype));
   geometry->average_taps = static_cast<double>(geometry->k_blocks) * geometry->taps_per_stage;
   const int64_t units = CeilDiv(all.taps[0], kWgradRowTaps) * all.taps[1] * all.taps[2] *
-                        launch.kernel.channel_blocks.divisor;
+                        CeilDiv(launch.kernel.row_channels, 64);
   if (units * kWgradRowTaps * 64 > kMaxIm2colRows) {
     return Status::Unimplemented("more than 2^31 - 2^12 rows");
   }

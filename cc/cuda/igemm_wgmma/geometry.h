@@ -12,14 +12,15 @@ namespace jaxconv::igemm_wgmma {
 
 // Properties of a form that the plan uses.
 enum Trait : uint32_t {
-  kPingpong = 1,     // one consumer warpgroup stores while the other multiplies
-  kSwapAb = 2,       // the filter is A, the pixels are B
-  kFilterRow = 4,    // one load of activations serves all taps of a filter row
-  kPointwise = 8,    // 1x1 filters only
-  kCluster = 16,     // slices are the CTAs of a cluster, without a workspace
-  kC48 = 64,         // at most 48 channels are reduced
-  kPatches = 32,     // dgrad of windows that do not overlap: columns are elements of a patch
-  kThreeTf32 = 128,  // float32 operands as three TF32 products (common/split_tf32.cuh)
+  kPingpong = 1,        // one consumer warpgroup stores while the other multiplies
+  kSwapAb = 2,          // the filter is A, the pixels are B
+  kFilterRow = 4,       // one load of activations serves all taps of a filter row
+  kPointwise = 8,       // 1x1 filters only
+  kCluster = 16,        // slices are the CTAs of a cluster, without a workspace
+  kC48 = 64,            // at most 48 channels are reduced
+  kPatches = 32,        // dgrad of windows that do not overlap: columns are elements of a patch
+  kThreeTf32 = 128,     // float32 operands as three TF32 products (common/split_tf32.cuh)
+  kTransposesDy = 256,  // wgrad in TF32 by wgmma, with dy transposed in shared memory
 };
 
 // One entry of kernels.def.
@@ -40,6 +41,10 @@ struct Instance {
 
 // Channels of a k-block, 128 bytes; wgrad: output pixels.
 inline int64_t KBlockElements(DType dtype) { return 128 / ByteWidth(dtype); }
+// Pixels of a k-block of wgrad filter-row.
+inline int64_t WgradRowPixels(DType dtype) {
+  return dtype == DType::kF32 ? kTf32WgradRowPixels : kWgradRowPixels;
+}
 
 inline constexpr int64_t kMaxSlices = 512;  // of split-K
 

@@ -21,6 +21,9 @@ inline constexpr int kMaxSpan = 8;
 // of a load.
 inline constexpr int kWgradRowTaps = 3;
 inline constexpr int kWgradRowPixels = 128;
+// In TF32: pixels of a load; units of a tile, each a filter row and 64 channels.
+inline constexpr int kTf32WgradRowPixels = 32;
+inline constexpr int kTf32WgradRowUnits = 3;
 // Counters of dynamic scheduling, one for each range of output channels.
 inline constexpr int kTileCounters = 16;
 // The largest portable cluster size.

@@ -99,6 +99,12 @@ constexpr Instance WgradPingpongLine(int64_t blocks, int64_t columns, int64_t /*
 constexpr Instance WgradFilterRowLine(int64_t /*stages*/) {
   return {kFilterRow, kWgradRowTaps * kBlockRows, 64};
 }
+constexpr Instance WgradTf32FilterRowLine(int64_t /*stages*/) {
+  return {kFilterRow | kTransposesDy, kTf32WgradRowUnits * kWgradRowTaps * kBlockRows, 64};
+}
+constexpr Instance WgradTf32Line(int64_t blocks, int64_t columns, int64_t /*stages*/) {
+  return {kTransposesDy, 2 * blocks * kBlockRows, columns};
+}
 constexpr Instance WgradMmaSyncLine(int64_t warps_m, int64_t warps_n, int64_t rows, int64_t columns,
                                     int64_t /*stages*/) {
   return {0, warps_m * rows, warps_n * columns};

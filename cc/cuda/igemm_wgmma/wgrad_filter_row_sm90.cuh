@@ -299,6 +299,38 @@ __global__ void __launch_bounds__(Tag::kThreads, 1)
   }
 }
 
+// Launches with tensor maps of x and dy along the walk; a k-block is kPixels of it.
+template <auto kKernel, class Tag, int kPixels>
+Status LaunchFilterRowBoxes(const Plan& plan, const Operands& operands, void* stream,
+                            bool overlaps) {
+  return LaunchWithMaps<kKernel, Tag, WgradFilterRowMaps>(
+      plan, operands, stream, overlaps,
+      [](const LaunchParams& launch, const Params& params, const void* a, const void* b,
+         WgradFilterRowMaps* maps) {
+        const ResidueClass& of = params.residue_class[0];
+        DenseTensor x;
+        x.dtype = Tag::kType;
+        x.address = a;
+        x.rank = params.rank + 2;
+        x.extent[0] = launch.a_channels;
+        for (int axis = 0; axis < params.rank; ++axis) {
+          x.extent[axis + 1] = launch.a_extent[axis];
+        }
+        x.extent[params.rank + 1] = launch.a_images;
+        const int32_t span = (std::min<int32_t>(of.taps[0], kWgradRowTaps) - 1) * of.offset_step[0];
+        JAXCONV_RETURN_IF_ERROR(EncodeIm2colMap(x, of.lower, launch.a_upper[0], params.src_step,
+                                                kPixels + span, &maps->x));
+        DenseTensor dy = x;
+        dy.address = b;
+        dy.extent[0] = launch.b_columns;
+        for (int axis = 0; axis < params.rank; ++axis) {
+          dy.extent[axis + 1] = launch.b_extent[axis];
+        }
+        const int32_t lower[3] = {}, upper[3] = {launch.b_upper}, step[3] = {1, 1, 1};
+        return EncodeIm2colMap(dy, lower, upper, step, kPixels, &maps->dy);
+      });
+}
+
 template <Op kOp, DType kType_, int kStages>
 struct WgradFilterRow : WgradFilterRowTile<kStages> {
   static_assert(kOp == Op::kWgrad);
@@ -308,33 +340,8 @@ struct WgradFilterRow : WgradFilterRowTile<kStages> {
 
   template <class Tag>
   static Status Launch(const Plan& plan, const Operands& operands, void* stream) {
-    return LaunchWithMaps<WgradFilterRowKernel<Tag>, Tag, WgradFilterRowMaps>(
-        plan, operands, stream, /*overlaps=*/false,
-        [](const LaunchParams& launch, const Params& params, const void* a, const void* b,
-           WgradFilterRowMaps* maps) {
-          const ResidueClass& of = params.residue_class[0];
-          DenseTensor x;
-          x.dtype = kType;
-          x.address = a;
-          x.rank = params.rank + 2;
-          x.extent[0] = launch.a_channels;
-          for (int axis = 0; axis < params.rank; ++axis) {
-            x.extent[axis + 1] = launch.a_extent[axis];
-          }
-          x.extent[params.rank + 1] = launch.a_images;
-          const int32_t span =
-              (std::min<int32_t>(of.taps[0], kWgradRowTaps) - 1) * of.offset_step[0];
-          JAXCONV_RETURN_IF_ERROR(EncodeIm2colMap(x, of.lower, launch.a_upper[0], params.src_step,
-                                                  kWgradRowPixels + span, &maps->x));
-          DenseTensor dy = x;
-          dy.address = b;
-          dy.extent[0] = launch.b_columns;
-          for (int axis = 0; axis < params.rank; ++axis) {
-            dy.extent[axis + 1] = launch.b_extent[axis];
-          }
-          const int32_t lower[3] = {}, upper[3] = {launch.b_upper}, step[3] = {1, 1, 1};
-          return EncodeIm2colMap(dy, lower, upper, step, kWgradRowPixels, &maps->dy);
-        });
+    return LaunchFilterRowBoxes<WgradFilterRowKernel<Tag>, Tag, kWgradRowPixels>(
+        plan, operands, stream, /*overlaps=*/false);
   }
 };
 

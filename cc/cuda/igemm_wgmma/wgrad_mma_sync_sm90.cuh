@@ -34,6 +34,7 @@
 #include "cuda/igemm_wgmma/launch_sm90.cuh"
 #include "cuda/igemm_wgmma/loads_sm90.cuh"
 #include "cuda/igemm_wgmma/tile_walk.cuh"
+#include "cuda/igemm_wgmma/wgrad_fragments_sm90.cuh"
 #include "cuda/ptx/mma.cuh"
 #include "cuda/ptx/shared_memory.cuh"
 
@@ -103,57 +104,18 @@ struct MmaSyncTile {
       }
     }
   }
-
-  // The output position of a warp's box of 32 rows: the output offset of its first channel and
-  // column, that channel's row of the filter, and how many of its channels exist.
-  struct BoxPlace {
-    int64_t offset;
-    int32_t row;
-    int channels;
-  };
-
-  // box_place(box): the BoxPlace of the warp's box; `pitch`: elements from one channel to the next;
-  // `channel0`: the output channel of the first of `columns` columns.
-  template <class Epilogue, typename BoxPlaceOf>
-  static __device__ __forceinline__ void Store(const Accumulators& acc, float* out, int32_t pitch,
-                                               int columns, int channel0, const Epilogue& epilogue,
-                                               BoxPlaceOf box_place) {
-    const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-#pragma unroll
-    for (int box = 0; box < kWarpM / 32; ++box) {
-      const BoxPlace place = box_place(box);
-#pragma unroll
-      for (int r = 0; r < 4; ++r) {
-        const int row = r / 2 * 16 + 2 * g + r % 2;
-        if (row >= place.channels) continue;
-        float* const to = out + place.offset + int64_t{row} * pitch + 2 * t;
-        const float (&rows)[kWarpN / 8][4] = acc.value[2 * box + r / 2];
-#pragma unroll
-        for (int j = 0; j < kWarpN / 8; ++j) {
-          if (j * 8 >= columns) break;
-          float pair[2];
-#pragma unroll
-          for (int e = 0; e < 2; ++e) {
-            pair[e] = epilogue.template operator()<float>(
-                rows[j][r % 2 * 2 + e],
-                OutputPlace{to + j * 8 + e - out, place.row + row, channel0 + j * 8 + 2 * t + e,
-                            /*inside=*/true});
-          }
-          *reinterpret_cast<float2*>(to + j * 8) = make_float2(pair[0], pair[1]);
-        }
-      }
-    }
-  }
 };
 
-// The producer, one thread. A tile's rows are boxes from the list of taps x channel blocks. The
-// boxes' coordinates lie in shared memory, because registers would spill.
-template <class Tile>
+// A producer, one thread. A tile's rows are boxes from the list of taps x channel blocks. The boxes'
+// coordinates lie in shared memory, because registers would spill. kProducers take turns at
+// k-blocks; this one's next is `turn` k-blocks ahead.
+template <class Tile, int kProducers = 1>
 __device__ __forceinline__ void ProduceMmaSyncStages(const Params& params, const Maps& maps,
-                                                     uint32_t ring,
-                                                     const Barriers<Tile>& barriers) {
+                                                     uint32_t ring, const Barriers<Tile>& barriers,
+                                                     int turn = 0) {
   constexpr int kBoxesA = Tile::kTileM / 32;
-  static_assert(Tile::kBoxesAt + kBoxesA * 16 <= Tile::kRingAt);
+  static_assert(Tile::kBoxesAt + kProducers * kBoxesA * 16 <= Tile::kRingAt);
+  const uint32_t list = ring + Tile::kBoxesAt + turn * kBoxesA * 16;
   const ResidueClass& of = params.residue_class[0];
   const CUtensorMap* map_a = &maps.a[0];
   RingPlace<Tile::kStages> stage;
@@ -172,12 +134,18 @@ __device__ __forceinline__ void ProduceMmaSyncStages(const Params& params, const
           static_cast<uint32_t>(of.offset0[0] + (tap - t1 * of.taps[0]) * of.offset_step[0]),
           static_cast<uint32_t>(of.offset0[1] + t1 % of.taps[1] * of.offset_step[1]),
           static_cast<uint32_t>(of.offset0[2] + t1 / of.taps[1] * of.offset_step[2])};
-      StoreChunk(ring + Tile::kBoxesAt + i * 16, box);
+      StoreChunk(list + i * 16, box);
     }
     const int32_t first = place.slice * params.k_blocks_per_slice;
     const int32_t k_blocks = min(params.k_blocks_per_slice, of.k_blocks - first);
     WaitForPrecedingGrids();
     for (int32_t k_block = 0; k_block < k_blocks; ++k_block) {
+      if (turn > 0) {
+        --turn;
+        stage.Next();
+        continue;
+      }
+      turn = kProducers - 1;
       const int32_t pixel = (first + k_block) * Tile::kPixels;
       const PixelPlace at(params, of, pixel, params.pixels, place.batch);
       BarrierWait(barriers.Empty(stage.slot), stage.parity ^ 1);
@@ -187,7 +155,7 @@ __device__ __forceinline__ void ProduceMmaSyncStages(const Params& params, const
       CopyTile4d(shared + Tile::kBytesA, &maps.b, barrier, 0, pixel, k_block_of_dy, place.batch);
 #pragma unroll 1
       for (int i = 0; i < boxes; ++i) {
-        const uint4 box = LoadChunk(ring + Tile::kBoxesAt + i * 16);
+        const uint4 box = LoadChunk(list + i * 16);
         LoadBox(params.rank, shared + i * Tile::kBoxBytes, map_a, barrier,
                 static_cast<int32_t>(box.x), at, box.y, box.z, box.w);
       }
@@ -243,20 +211,13 @@ __device__ __forceinline__ void ConsumeMmaSyncStages(const Params& params, uint3
         }
       }
     }
-    const int32_t n_first = place.n_tile * Tile::kTileN + n_warp;
-    const int64_t base = place.OutputOffset(params, n_first);
-    auto box_place = [&](int box) -> typename Tile::BoxPlace {
-      const int32_t m = place.m_tile * Tile::kTileM + m_warp + box * 32;
-      int32_t tap, channel_block;
-      params.channel_blocks.Divmod(m / 32, &tap, &channel_block);
-      const int32_t row = tap * params.row_channels + channel_block * 32;
-      return {
-          base + (int64_t{tap} * params.row_channels + channel_block * 32) * params.out_channels,
-          row, m < of.rows ? params.row_channels - channel_block * 32 : 0};
-    };
     const auto epilogue = MakeEpilogue<Epilogue>(params.epilogue, params.slice_elements > 0);
-    Tile::Store(acc, static_cast<float*>(params.out), params.out_channels, params.gemm_n - n_first,
-                place.group * params.gemm_n + n_first, epilogue, box_place);
+#pragma unroll
+    for (int i = 0; i < Tile::kWarpM / 16; ++i) {
+      StoreWgradFragment<Tile::kWarpN, /*kWide=*/false>(
+          params, place, acc.value[i][0], place.n_tile * Tile::kTileN + n_warp,
+          place.m_tile * Tile::kTileM + m_warp + i * 16, epilogue);
+    }
     FinishTile<Tile>(params, place, of, epilogue);
   }
 }

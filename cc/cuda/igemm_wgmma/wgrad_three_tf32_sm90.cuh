@@ -28,6 +28,7 @@
 #include <cstdint>
 
 #include "cuda/common/split_tf32.cuh"
+#include "cuda/igemm_wgmma/wgrad_fragments_sm90.cuh"
 #include "cuda/igemm_wgmma/wgrad_mma_sync_sm90.cuh"
 #include "cuda/ptx/tma_sm90.cuh"
 #include "cuda/ptx/wgmma_sm90.cuh"
@@ -46,13 +47,13 @@ struct WgradThreeTf32Tile {
   static constexpr int kBoxBytes = kPixels * 128;
   static constexpr int kBytesA = kTileM / 32 * kBoxBytes, kBytesB = kTileN / 32 * kBoxBytes;
   static constexpr int kBytesPart = kN * 128;  // bytes of B, as wgmma reads it
-  static constexpr int kPartsAt = kBytesA + kBytesB;
-  static constexpr int kStageBytes = kPartsAt + 2 * kBytesPart;
+  static constexpr int kRowsAt = kBytesA + kBytesB;
+  static constexpr int kStageBytes = kRowsAt + 2 * kBytesPart;
   static constexpr int kBoxesAt = 512;  // the producer's list of boxes; in front of it, barriers
   static constexpr int kRingAt = 1024;
   static constexpr int kSharedBytes = kRingAt + kStages * kStageBytes + 1024;
   static_assert(kSharedBytes + 1024 <= 232448, "227 KB a CTA, barriers among them");
-  static_assert(kStageBytes % 1024 == 0 && kPartsAt % 1024 == 0);
+  static_assert(kStageBytes % 1024 == 0 && kRowsAt % 1024 == 0);
   static constexpr int kProducerRegisters = 64, kConsumerRegisters = 192;
 };
 
@@ -72,73 +73,34 @@ __device__ __forceinline__ void SplitWordsOf(const uint32_t (&words)[kWords],
   }
 }
 
-// The splitters: dy of every stage -> both parts of B.
+// Splits eight words of a column and stores both parts.
 template <class Tile>
-__device__ __forceinline__ void SplitColumns(const Params& params, uint32_t ring,
-                                             const Barriers<Tile>& barriers) {
-  const int thread = threadIdx.x % 128, column = thread % Tile::kN;
-  const uint32_t from =
-      ring + Tile::kRingAt + Tile::kBytesA + column / 32 * Tile::kBoxBytes + column % 4 * 4;
-  const uint32_t to = ring + Tile::kRingAt + Tile::kPartsAt + column * 128;
-  const uint32_t chunk = column % 32 / 4;
-  RingPlace<Tile::kStages> stage;
-  for (int32_t index = blockIdx.x; index < params.tiles; index += gridDim.x) {
-    const TilePlace place(params, index);
-    const int32_t k_blocks =
-        min(params.k_blocks_per_slice,
-            params.residue_class[0].k_blocks - place.slice * params.k_blocks_per_slice);
-    for (int32_t k_block = 0; k_block < k_blocks; ++k_block) {
-      BarrierWait(barriers.Full(stage.slot), stage.parity);
-      const uint32_t at = stage.slot * Tile::kStageBytes;
-#pragma unroll
-      for (int eight = thread / Tile::kN; eight < Tile::kPixels / 8; eight += 128 / Tile::kN) {
-        uint32_t words[8], big[8], small[8];
-#pragma unroll
-        for (int kk = 0; kk < 8; ++kk) {
-          const int pixel = kk % 4 * 2 + kk / 4;
-          words[kk] = LoadWord(from + at + (eight * 8 + pixel) * 128 + (chunk ^ pixel) * 16);
-        }
-        SplitWordsOf(words, big, small);
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          const uint32_t row = to + at + ((eight * 2 + half) ^ (column % 8)) * 16;
-          const int first = half * 4;
-          const uint32_t quad[4] = {big[first], big[first + 1], big[first + 2], big[first + 3]};
-          const uint32_t rest[4] = {small[first], small[first + 1], small[first + 2],
-                                    small[first + 3]};
-          StoreChunk(row, quad);
-          StoreChunk(row + Tile::kBytesPart, rest);
-        }
-      }
-      FenceForCopies();
-      __syncwarp();
-      if (threadIdx.x % 32 == 0) BarrierArrive(barriers.FullFilter(stage.slot));
-      stage.Next();
-    }
+struct StoreSplitColumn {
+  __device__ __forceinline__ void operator()(const uint32_t (&words)[8], uint32_t row,
+                                             const uint32_t (&chunk)[2]) const {
+    uint32_t big[8], small[8];
+    SplitWordsOf(words, big, small);
+    StoreColumn()(big, row, chunk);
+    StoreColumn()(small, row + Tile::kBytesPart, chunk);
   }
-}
+};
 
 template <class Tile, class Epilogue>
 __device__ __forceinline__ void ConsumeThreeTf32Columns(const Params& params, uint32_t ring,
                                                         const Barriers<Tile>& barriers) {
   constexpr int kSteps = Tile::kPixels / 8;
   const int warp = threadIdx.x / 32 - 8;  // 0 to 7 over both warpgroups
-  const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-  // A warp has 16 channels, half a box; a lane has channels 2 g and 2 g + 1, which are rows g and g
-  // + 8.
+  // A warp has 16 channels, half a box.
   uint32_t of_lane[2];
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const int pixel = 2 * t + half;
-    of_lane[half] = ring + Tile::kRingAt + warp / 2 * Tile::kBoxBytes + pixel * 128 +
-                    (((warp % 2 * 4 + g / 2) ^ pixel) * 16) + g % 2 * 8;
+    of_lane[half] = ring + Tile::kRingAt + warp / 2 * Tile::kBoxBytes +
+                    ChannelPairOffset(warp % 2, threadIdx.x % 4 * 2 + half);
   }
-  const ResidueClass& of = params.residue_class[0];
   RingPlace<Tile::kStages> stage;
   for (int32_t index = blockIdx.x; index < params.tiles; index += gridDim.x) {
     const TilePlace place(params, index);
-    const int32_t k_blocks =
-        min(params.k_blocks_per_slice, of.k_blocks - place.slice * params.k_blocks_per_slice);
+    const int32_t k_blocks = RunOfKBlocks{params}(place);
     float sums[Tile::kN / 2] = {};
     for (int32_t k_block = 0; k_block < k_blocks; ++k_block) {
       const uint32_t at = stage.slot * Tile::kStageBytes;
@@ -160,7 +122,7 @@ __device__ __forceinline__ void ConsumeThreeTf32Columns(const Params& params, ui
         small[i / 4][i % 4] = all_small[i];
       }
       BarrierWait(barriers.FullFilter(stage.slot), stage.parity);
-      const uint32_t parts = ring + Tile::kRingAt + at + Tile::kPartsAt;
+      const uint32_t parts = ring + Tile::kRingAt + at + Tile::kRowsAt;
       const uint64_t b_big = KMajorDescriptor(parts);
       const uint64_t b_small = KMajorDescriptor(parts + Tile::kBytesPart);
       float part[Tile::kN / 2];
@@ -183,38 +145,10 @@ __device__ __forceinline__ void ConsumeThreeTf32Columns(const Params& params, ui
 #pragma unroll
       for (int j = 0; j < Tile::kN / 2; ++j) sums[j] += WgmmaResult(part[j]);
     }
-    // Like MmaSyncTile::Store.
-    const int32_t n_first = place.n_tile * Tile::kTileN;
-    const int32_t m = place.m_tile * Tile::kTileM + warp / 2 * 32;
-    int32_t tap, channel_block;
-    params.channel_blocks.Divmod(m / 32, &tap, &channel_block);
-    const int32_t channels = m < of.rows ? params.row_channels - channel_block * 32 : 0;
-    const int32_t row0 = tap * params.row_channels + channel_block * 32;
-    const int32_t columns = params.gemm_n - n_first;
-    float* const out = static_cast<float*>(params.out);
-    const int64_t base = place.OutputOffset(params, n_first) + int64_t{row0} * params.out_channels;
     const auto epilogue = MakeEpilogue<Epilogue>(params.epilogue, params.slice_elements > 0);
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const int row = warp % 2 * 16 + 2 * g + r;
-      if (row >= channels) continue;
-      const int64_t to = base + int64_t{row} * params.out_channels + 2 * t;
-#pragma unroll
-      for (int j = 0; j < Tile::kN / 8; ++j) {
-        if (j * 8 >= columns) break;
-        float pair[2];
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          pair[e] = epilogue.template operator()<float>(
-              sums[j * 4 + r * 2 + e],
-              OutputPlace{to + j * 8 + e, row0 + row,
-                          place.group * params.gemm_n + n_first + j * 8 + 2 * t + e,
-                          /*inside=*/true});
-        }
-        *reinterpret_cast<float2*>(out + to + j * 8) = make_float2(pair[0], pair[1]);
-      }
-    }
-    FinishTile<Tile>(params, place, of, epilogue);
+    StoreWgradFragment<Tile::kN, /*kWide=*/true>(params, place, sums, place.n_tile * Tile::kTileN,
+                                                 place.m_tile * Tile::kTileM + warp * 16, epilogue);
+    FinishTile<Tile>(params, place, params.residue_class[0], epilogue);
   }
 }
 
@@ -245,7 +179,8 @@ __global__ void __launch_bounds__(Tag::kThreads, 1)
     }
   } else if (warpgroup == 1) {
     LowerRegisters<Tile::kProducerRegisters>();
-    SplitColumns(params, ring, barriers);
+    TransposeColumns<Tile, 4, 1>(params, ring, barriers, RunOfKBlocks{params},
+                                 StoreSplitColumn<Tile>());
   } else {
     RaiseRegisters<Tile::kConsumerRegisters>();
     WaitForInputs();

@@ -4,8 +4,8 @@
 // Both operands lie in rows of 128 bytes, 64 elements of 16 bits or 32 of 32 bits, as TMA's
 // 128-byte swizzle stores them. Rows of 32-bit elements must run along the reduction (K-major).
 // Bytes, K-major too, may lie in rows of 64 or 32 bytes with the swizzle of that width.
-// Alternatively, K-major operands consist of core matrices: 8 rows by 16 bytes in 128 contiguous
-// bytes, without a swizzle. Descriptor: address / 16 in bits 0-13, leading offset / 16 in 16-29,
+// Alternatively, operands consist of core matrices: 8 rows by 16 bytes in 128 contiguous bytes,
+// without a swizzle; of MN-major operands 8 columns in each of 8 rows of the reduction. Descriptor: address / 16 in bits 0-13, leading offset / 16 in 16-29,
 // stride offset / 16 in 32-45, layout 1, 2 or 3 (swizzle of 128, 64, 32 bytes) or 0 (core matrices)
 // in 62-63; swizzled buffers start at multiples of eight rows.
 //     K-major     a row is 128 bytes of the reduction; 8 rows are 1024 bytes (the stride
@@ -14,7 +14,7 @@
 //                 offset), the next 64 columns lie a leading offset on, the next 16 of the
 //                 reduction 2048 bytes on. With the swizzle of 64 (32) bytes a row is 32 (16) columns
 //     core        the next 16 bytes of the reduction lie a leading offset on, the next 8 rows a
-//                 stride offset
+//                 stride offset; MN-major: the next 8 of the reduction, the next 8 columns
 // Accumulators: warp w of the warpgroup has rows 16 w..; with lane = 4 g + t, d[4 j] and d[4 j + 1]
 // are row g, columns 8 j + 2 t and the next; d[4 j + 2] and d[4 j + 3] the same of row g + 8.
 #ifndef JAXCONV_CUDA_PTX_WGMMA_SM90_CUH_
@@ -52,6 +52,12 @@ __device__ __forceinline__ uint64_t MnMajorDescriptor(uint32_t shared, uint32_t 
 template <int kLeadingBytes>
 __device__ __forceinline__ uint64_t MnMajorDescriptor(uint32_t shared) {
   return MnMajorDescriptor(shared, kLeadingBytes);
+}
+// Core matrices of an MN-major operand.
+template <int kLeadingBytes>
+__device__ __forceinline__ uint64_t MnMajorCoreDescriptor(uint32_t shared, uint32_t stride_bytes) {
+  return DescriptorOf((shared & 0x3ffff) >> 4 | uint32_t{kLeadingBytes >> 4} << 16,
+                      stride_bytes >> 4);
 }
 template <int kLeadingBytes, int kStrideBytes>
 __device__ __forceinline__ uint64_t CoreMatrixDescriptor(uint32_t shared) {
@@ -93,6 +99,7 @@ __device__ __forceinline__ void Wgmma(float (&d)[kN / 2], uint64_t a, uint64_t b
 #define JAXCONV_R56 JAXCONV_R48 ", %48, %49, %50, %51, %52, %53, %54, %55"
 #define JAXCONV_R64 JAXCONV_R60 ", " JAXCONV_R4(6)
 #define JAXCONV_R80 JAXCONV_R60 ", " JAXCONV_R10(6) ", " JAXCONV_R10(7)
+#define JAXCONV_R84 JAXCONV_R80 ", " JAXCONV_R4(8)
 #define JAXCONV_R96 JAXCONV_R90 ", %90, %91, %92, %93, %94, %95"
 #define JAXCONV_R104 JAXCONV_R90 ", " JAXCONV_R10(9) ", %100, %101, %102, %103"
 #define JAXCONV_R112 JAXCONV_R90 ", " JAXCONV_R10(9) ", " JAXCONV_R10(10) ", %110, %111"
@@ -124,6 +131,8 @@ JAXCONV_WGMMA_TYPES(96, JAXCONV_R48, 48, 49, 50, 51, 52, JAXCONV_D32(0), JAXCONV
 JAXCONV_WGMMA_TYPES(128, JAXCONV_R64, 64, 65, 66, 67, 68, JAXCONV_D32(0), JAXCONV_D32(32))
 JAXCONV_WGMMA_TYPES(160, JAXCONV_R80, 80, 81, 82, 83, 84, JAXCONV_D32(0), JAXCONV_D32(32),
                     JAXCONV_D16(64))
+JAXCONV_WGMMA_TYPES(168, JAXCONV_R84, 84, 85, 86, 87, 88, JAXCONV_D32(0), JAXCONV_D32(32),
+                    JAXCONV_D16(64), JAXCONV_D4(80))
 JAXCONV_WGMMA_TYPES(192, JAXCONV_R96, 96, 97, 98, 99, 100, JAXCONV_D32(0), JAXCONV_D32(32),
                     JAXCONV_D32(64))
 JAXCONV_WGMMA_TYPES(224, JAXCONV_R112, 112, 113, 114, 115, 116, JAXCONV_D32(0), JAXCONV_D32(32),
@@ -250,6 +259,7 @@ JAXCONV_WGMMA_INT8_TYPES(256, JAXCONV_R128, 128, 129, 130, JAXCONV_I32(0), JAXCO
 #undef JAXCONV_R112
 #undef JAXCONV_R104
 #undef JAXCONV_R96
+#undef JAXCONV_R84
 #undef JAXCONV_R80
 #undef JAXCONV_R64
 #undef JAXCONV_R56
@@ -269,14 +279,15 @@ JAXCONV_WGMMA_INT8_TYPES(256, JAXCONV_R128, 128, 129, 130, JAXCONV_I32(0), JAXCO
 
 template <int kN, typename T, bool kMnMajorA, bool kMnMajorB>
 __device__ __forceinline__ void Wgmma(float (&d)[kN / 2], uint64_t a, uint64_t b, int accumulate) {
-  static_assert(kN == 48 || kN == 64 || kN == 96 || kN == 128 || kN == 160 || kN == 192 ||
-                kN == 224 || kN == 256);
+  static_assert(kN == 48 || kN == 64 || kN == 96 || kN == 128 || kN == 160 || kN == 168 ||
+                kN == 192 || kN == 224 || kN == 256);
   static_assert(sizeof(T) == 2 || (!kMnMajorA && !kMnMajorB), "TF32 operands are K-major");
   if constexpr (kN == 48) Wgmma48<kMnMajorA, kMnMajorB>(T{}, d, a, b, accumulate);
   if constexpr (kN == 64) Wgmma64<kMnMajorA, kMnMajorB>(T{}, d, a, b, accumulate);
   if constexpr (kN == 96) Wgmma96<kMnMajorA, kMnMajorB>(T{}, d, a, b, accumulate);
   if constexpr (kN == 128) Wgmma128<kMnMajorA, kMnMajorB>(T{}, d, a, b, accumulate);
   if constexpr (kN == 160) Wgmma160<kMnMajorA, kMnMajorB>(T{}, d, a, b, accumulate);
+  if constexpr (kN == 168) Wgmma168<kMnMajorA, kMnMajorB>(T{}, d, a, b, accumulate);
   if constexpr (kN == 192) Wgmma192<kMnMajorA, kMnMajorB>(T{}, d, a, b, accumulate);
   if constexpr (kN == 224) Wgmma224<kMnMajorA, kMnMajorB>(T{}, d, a, b, accumulate);
   if constexpr (kN == 256) Wgmma256<kMnMajorA, kMnMajorB>(T{}, d, a, b, accumulate);

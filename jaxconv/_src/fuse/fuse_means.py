@@ -13,23 +13,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.extend.core import JaxprEqn, Var
 
 from jaxconv._src.fuse import fuse_layers, fuse_statistics
 from jaxconv._src.fuse.fuse_graph import Graph, is_float, type_of
 from jaxconv._src.passes import activated_sums, masked_sums, normalise
 from jaxconv._src.passes.masked_sums import Sums
-from jaxconv._src.passes.normalise import Form
-from jaxconv._src.problem import epilogue
 
 # The fewest bytes of an array whose sums are faster by a kernel: below, a launch takes longer than
 # the sums.
 LEAST_BYTES = 4_000_000
-
-# Activations of few instructions in float32. In 16 bits the kernel's other activations also take
-# about as long as DRAM.
-_QUICK = ("relu", "relu6", "leaky_relu", "hard_swish")
 
 
 def rewritten(eqns: Sequence[JaxprEqn], outvars: Sequence[Any]) -> list[JaxprEqn]:
@@ -52,14 +45,6 @@ def rewritten(eqns: Sequence[JaxprEqn], outvars: Sequence[Any]) -> list[JaxprEqn
     return graph.with_replaced(placed)
 
 
-def _quick(form: Form, dtype: np.dtype) -> bool:
-    """Whether the kernel is bound by DRAM rather than by the activation's instructions."""
-    act = form.activation
-    if act is None:
-        return False
-    return dtype.itemsize == 2 or epilogue.parse_activation(act.activation)[0] in _QUICK
-
-
 def _sums(graph: Graph, array: Var, axis: int) -> tuple[list[Any], Callable[..., Any]] | None:
     """What a call reads, and the call that sums an array over each example's positions, or None."""
     aval = type_of(array)
@@ -72,7 +57,7 @@ def _sums(graph: Graph, array: Var, axis: int) -> tuple[list[Any], Callable[...,
         form, of_z = made.params["form"], type_of(z)
         taken = of_z.shape[0] == segments and of_z.shape[-1] == aval.shape[axis]
         taken = taken and activated_sums.accepts(form, of_z.shape, of_z.dtype, segments)
-        if not (taken and _quick(form, of_z.dtype) and not fuse_layers.in_memory(graph, z)):
+        if not taken or fuse_layers.in_memory(graph, z):
             return None
         call = functools.partial(activated_sums.activated_sums, form=form, segments=segments)
         return [z, *made.invars], call
