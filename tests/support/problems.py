@@ -384,7 +384,7 @@ NARROW = [
     problem("narrow_wide", (7, 33), 3, c=48, k=8, padding=1),
 ]
 
-# Images with up to 4 channels, stride 2, and rows of whole 16 bytes: strips of 112 columns.
+# Images with up to 4 channels, and rows of whole 16 bytes: strips of 64 to 128 columns.
 STEMS = [
     problem("stem_7x7", (18, 24), 7, c=3, k=40, stride=2, padding=3),
     problem("stem_7x7_strips", (12, 240), 7, n=1, c=3, k=64, stride=2, padding=3),
