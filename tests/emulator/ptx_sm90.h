@@ -138,6 +138,9 @@ BoxCopy BoxOf(uint64_t map, const Registers<kRank>& at, bool im2col) {
   }
   copy.rank = kRank;
   for (size_t i = 0; i < kRank; ++i) copy.at[i] = at.Get(static_cast<int>(i));
+  if (!copy.map.interleaved && copy.at[0] * copy.map.element_bytes % 16 != 0) {
+    Fail("TMA: a box that begins at element %d of %d bytes", copy.at[0], copy.map.element_bytes);
+  }
   return copy;
 }
 

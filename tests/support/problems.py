@@ -384,20 +384,25 @@ NARROW = [
     problem("narrow_wide", (7, 33), 3, c=48, k=8, padding=1),
 ]
 
-# Images with up to 4 channels, stride 2, and rows of whole 16 bytes: strips of 112 columns.
+# Images with up to 4 channels, and rows of whole 16 bytes: strips of 64 to 128 columns.
 STEMS = [
     problem("stem_7x7", (18, 24), 7, c=3, k=40, stride=2, padding=3),
     problem("stem_7x7_strips", (12, 240), 7, n=1, c=3, k=64, stride=2, padding=3),
     problem("stem_7x7_even", (21, 40), 7, c=4, k=24, stride=2, padding=((2, 3), (4, 2))),
+    problem("stem_7x7_cut", (17, 32), 7, c=1, k=72, stride=2, padding=((-1, 2), (3, 3))),
     problem("stem_7x7_batched", (19, 28), 7, n=1, c=2, k=16, stride=2, padding=3, batch=2),
     problem("stem_3x3", (15, 24), 3, c=3, k=40, stride=2, padding=1),
     problem("stem_3x3_strips", (10, 232), 3, n=1, c=1, k=72, stride=2, padding=((0, 1), (0, 1))),
     problem("stem_3x3_narrow", (9, 20), 3, c=2, k=24, stride=2, padding=1),
     problem("stem_3x3_batched", (8, 14), 3, c=4, k=8, stride=2, padding=1, batch=2),
     problem("stem_3x3_dense", (9, 136), 3, c=3, k=72, padding=1),
+    problem("stem_3x3_dense_strips", (7, 232), 3, n=1, c=4, k=40, padding=((0, 2), (2, 1))),
+    problem("stem_3x3_dense_one", (12, 24), 3, n=3, c=1, k=8, padding=((1, 0), (0, 0))),
+    problem("stem_3x3_dense_batched", (8, 20), 3, c=2, k=24, padding=1, batch=2),
     problem("stem_4x4", (15, 40), 4, c=3, k=136, stride=4, padding=((0, 1), (2, 2))),
     problem("stem_4x4_strips", (12, 488), 4, n=1, c=4, k=40, stride=4),
     problem("stem_4x4_batched", (16, 24), 4, c=2, k=8, stride=4, padding=1, batch=2),
+    problem("stem_4x4_cut", (18, 32), 4, n=3, c=1, k=24, stride=4, padding=((-1, 0), (1, 2))),
     problem("stem_11x11", (31, 40), 11, c=3, k=40, stride=4, padding=2),
     problem("stem_11x11_strips", (18, 240), 11, n=1, c=1, k=72, stride=4, padding=((3, 2), (4, 1))),
     problem("stem_11x11_cut", (27, 36), 11, c=2, k=64, stride=4, padding=((-2, 0), (-1, 3))),

@@ -18,7 +18,7 @@
 // A CTA has consecutive rows of y. TMA loads its rows of x and of dy, with zeros outside; two
 // warpgroups alternate in spreading rows of x into planes; other warpgroups, one for each 64
 // channels, only issue wgmmas, and store their sums once, at the end, for common/splitk_reduce.cuh.
-// No copy begins left of x: the spreading threads replace elements there by zeros.
+// Copies begin inside x; the spreading threads replace elements left of it by zeros.
 //
 // The ring of planes consists of groups of `stride` rows of x, because each row of y needs one group
 // more. A window must lie in consecutive groups, so the first groups are stored a second time behind
@@ -143,7 +143,7 @@ __global__ void __launch_bounds__(Tag::kThreads, 1)
         }
         continue;
       }
-      // A copy that begins left of x stops the kernel.
+      // Copies begin inside x, at multiples of 16 bytes.
       const int32_t word = params.first_word + band.strip * params.strip_words;
       const uint32_t to = raw + (max(word, 0) - word) * 8;
       int32_t h = band.row * kRows - params.pad_rows;

@@ -273,10 +273,13 @@ Status PlanRowWindows(const KernelDesc& kernel, const ConvProblem& problem, cons
       pixels * 128 * instance.gradient_rows * instance.consumers +
       group_bytes * (RowWindowsInstance::kGroups + instance.window_groups() - 1) +
       int64_t{params->raw_group_bytes} * RowWindowsInstance::kRawGroups + kBeyondBytes;
-  // A row of y: its products, and about as long again for the rest of its synchronisation.
+  // A row of y: its products and a quarter more, or the latency of spreading a group of rows of x,
+  // measured with 64 pixels (docs/notes/few_channels.md).
+  constexpr int64_t kSpreadCycles = 500;
   const int64_t product = std::max(instance.columns() / 2, 16 + instance.columns() / 4);
   TimeTerms of_row;
-  of_row.tensor_cores = static_cast<double>(pixels / 16 * product * 5 / 4 + 100);
+  of_row.tensor_cores =
+      static_cast<double>(std::max(pixels / 16 * product * 5 / 4 + 100, kSpreadCycles));
   JAXCONV_RETURN_IF_ERROR(Finish(problem, gpu, parts, of_row, params.get(), plan));
   if (slices < 0 || slices > params->units) {
     return Status::InvalidArgument("slices: expected 1 to " + std::to_string(params->units) +

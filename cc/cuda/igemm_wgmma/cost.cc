@@ -147,29 +147,34 @@ TimeTerms TermsOf(const Instance& instance, const ConvProblem& problem, const Ge
   const int reduced = instance.Is(kC48) ? 48 : 64;
   const double rate = instance.Is(kMmaSync) ? gpu.mma_sync_per_clock : gpu.wgmma_per_clock;
   const bool narrow = tile_n == kNarrowColumns && !instance.Is(kSwapAb) && !wgrad_filter_row;
-  const double tensor =
+  const double products =
       tile_m * tile_n * reduced * (instance.Is(kThreeTf32) ? 3 : 1) / rate *
       (!narrow                 ? 1
        : instance.Is(kMmaSync) ? (params.rank == 0 ? kNarrowMatrixExcess : kNarrowMmaSyncExcess)
                                : kNarrowExcess);
+  // The consumers transpose a block of dy in shared memory, and no product hides that.
+  const double transposed =
+      instance.Is(kTransposesDy) ? 2 * tile_n * kLineBytes / kSharedBytesPerCycle : 0;
+  const double tensor = products + transposed;
   const double few = traffic.filter > 0 ? 1 + kFewRows * kLineBytes / traffic.filter : 1;
   const double rows_a = tile_m / (taps_per_load * (wgrad_filter_row ? kWgradRowTaps : 1));
   const double rows =
       rows_a * RowCycles(traffic.pitch_a) * (n_tiles > 1 ? kSharedRowShare : 1) +
       (stationary ? 0 : filters * columns * few * kSharedRowShare * RowCycles(traffic.pitch_b));
   // One box of B for every 64 columns, but a single box of dy in TF32 wgrad (in filter-row one for
-  // every 32); wgrad also loads one box of x for every channel block of the tile.
+  // every 32); wgrad also loads one box of x for every channel block of the tile, or in TF32 all
+  // blocks of a 1x1 layer by one copy (LoadsAllRows in wgrad_mma_sync_sm90.cuh).
   double copies = stationary                 ? 0
                   : wgrad_filter_row && tf32 ? columns / 32
                   : wgrad && tf32            ? 1
                                              : filters * columns / 64;
   if (wgrad && (tf32 || !wgrad_filter_row)) {
-    copies += rows_a / static_cast<double>(KBlockElements(problem.lhs_dtype())) - 1;
+    const int64_t block = KBlockElements(problem.lhs_dtype());
+    const bool all_rows = tf32 && params.rank == 0 && params.row_channels % block == 0;
+    copies += (all_rows ? 1 : rows_a / static_cast<double>(block)) - 1;
   }
-  // Where dy is transposed, two threads issue the copies, in turns.
   const double copy = wgrad && tf32 && params.rank == 0 ? kMatrixCopyCycles : kCopyCycles;
-  const double issue =
-      copy * copies / (geometry.taps_per_stage * (instance.Is(kTransposesDy) ? 2 : 1));
+  const double issue = copy * copies / geometry.taps_per_stage;
   const double finished =
       work.clamps ? tile_n : static_cast<double>(params.gemm_n) / static_cast<double>(n_tiles);
   // A single column tile stores only the columns that exist.

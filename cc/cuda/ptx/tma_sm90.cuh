@@ -5,6 +5,9 @@
 // cp.async.bulk.prefetch.tensor: prefetches the same boxes to L2. This is not a read in the memory
 // model, so other threads may be writing the data.
 //
+// A box of a map without interleaving must begin at a multiple of 16 bytes of the innermost dimension,
+// which may be negative; otherwise the instruction is illegal.
+//
 // im2col: the box's base pixels start at (w, h, d, n) and advance inside the corners of the map;
 // the offsets of a filter tap displace each of them. A base w, h or d outside the corners faults;
 // an image past the last reads zeros.

@@ -19,8 +19,8 @@
 // The sums of the first product, activated and rounded to half2, are in place for the depthwise
 // step: a pixel's neighbours are the lane's other pixel and a pixel of lane +-4, by shuffle. The
 // depthwise sums are the A fragment of the second product without any movement. So the expanded
-// tensor needs no shared memory and no barrier. For each of 9 chunks the warp goes down kRows + 2
-// rows, with three rows of half2 sums, and adds to kRows x 24 float32 sums of y.
+// tensor needs no shared memory and no barrier. For each chunk of 8 or 16 channels the warp goes
+// down kRows + 2 rows, with three rows of half2 sums, and adds to kRows x 24 float32 sums of y.
 //
 // Activations are stored as relu6(v) / 6 in float16: fma.sat clamps to [0, 1] at no cost, and
 // float16 has three more bits than bfloat16. The factor 6 is part of the next scale.
@@ -50,8 +50,7 @@ namespace {
 constexpr int kSide = 56, kNarrow = 24, kWide = 144;
 constexpr int kStrips = 4, kStripColumns = kSide / kStrips;
 // A row of x in shared memory: pixels of three 16-byte chunks, one pixel more on both sides. Eight
-// pixels of a matrix lie 96 bytes apart, so ldmatrix has bank conflicts of two; exchanging chunks
-// removes them, but the addresses take registers, and the kernel is 7 % slower.
+// pixels of a matrix lie 96 bytes apart, so ldmatrix has two-way bank conflicts.
 constexpr int kPixelChunks = 3, kRowBytes = (kSide + 2) * kPixelChunks * 16;
 
 // A lane's weights of a chunk of 8 kFragments channels.
