@@ -106,6 +106,12 @@ struct MmaSyncTile {
   }
 };
 
+// Whether one copy brings all rows of a k-block of x: the blocks of 32 channels are then a dimension
+// of the tensor map, as those of dy are.
+__host__ __device__ inline bool LoadsAllRows(const Params& params) {
+  return params.rank == 0 && params.row_channels % 32 == 0;
+}
+
 // A producer, one thread. A tile's rows are boxes from the list of taps x channel blocks. The boxes'
 // coordinates lie in shared memory, because registers would spill. kProducers take turns at
 // k-blocks; this one's next is `turn` k-blocks ahead.
@@ -116,6 +122,7 @@ __device__ __forceinline__ void ProduceMmaSyncStages(const Params& params, const
   constexpr int kBoxesA = Tile::kTileM / 32;
   static_assert(Tile::kBoxesAt + kProducers * kBoxesA * 16 <= Tile::kRingAt);
   const uint32_t list = ring + Tile::kBoxesAt + turn * kBoxesA * 16;
+  const bool all_rows = LoadsAllRows(params);
   const ResidueClass& of = params.residue_class[0];
   const CUtensorMap* map_a = &maps.a[0];
   RingPlace<Tile::kStages> stage;
@@ -151,8 +158,14 @@ __device__ __forceinline__ void ProduceMmaSyncStages(const Params& params, const
       BarrierWait(barriers.Empty(stage.slot), stage.parity ^ 1);
       const uint32_t barrier = barriers.Full(stage.slot);
       const uint32_t shared = ring + Tile::kRingAt + stage.slot * Tile::kStageBytes;
-      BarrierArriveExpect(barrier, boxes * Tile::kBoxBytes + Tile::kBytesB);
+      BarrierArriveExpect(barrier, (all_rows ? kBoxesA : boxes) * Tile::kBoxBytes + Tile::kBytesB);
       CopyTile4d(shared + Tile::kBytesA, &maps.b, barrier, 0, pixel, k_block_of_dy, place.batch);
+      if (all_rows) {
+        CopyTile3d(shared, map_a, barrier, 0, at.x,
+                   place.group * (params.a_group / 32) + place.m_tile * kBoxesA);
+        stage.Next();
+        continue;
+      }
 #pragma unroll 1
       for (int i = 0; i < boxes; ++i) {
         const uint4 box = LoadChunk(list + i * 16);
@@ -255,10 +268,28 @@ template <auto kKernel, class Tag, bool kWholeF32>
 Status LaunchWgradBoxes(const Plan& plan, const Operands& operands, void* stream) {
   return LaunchWithMaps<kKernel, Tag, Maps>(
       plan, operands, stream, /*overlaps=*/true,
-      [](const LaunchParams& launch, const Params&, const void* a, const void* b, Maps* maps) {
+      [](const LaunchParams& launch, const Params& params, const void* a, const void* b,
+         Maps* maps) {
         using Tile = typename Tag::Tile;
-        JAXCONV_RETURN_IF_ERROR(
-            EncodeActivations(launch, Tag::kType, a, Tile::kPixels, maps, kWholeF32));
+        if (LoadsAllRows(params)) {
+          // x as (blocks of 32 channels, pixels, channels).
+          DenseTensor x;
+          x.dtype = Tag::kType;
+          x.whole_f32 = kWholeF32;
+          x.rank = 3;
+          x.address = a;
+          x.extent[0] = 32;
+          x.extent[1] =
+              launch.a_images * launch.a_extent[0] * launch.a_extent[1] * launch.a_extent[2];
+          x.extent[2] = launch.a_channels / 32;
+          x.stride[1] = launch.a_channels;
+          x.stride[2] = 32;
+          const int32_t box[3] = {32, Tile::kPixels, Tile::kTileM / 32};
+          JAXCONV_RETURN_IF_ERROR(EncodeTiledMap(x, box, &maps->a[0]));
+        } else {
+          JAXCONV_RETURN_IF_ERROR(
+              EncodeActivations(launch, Tag::kType, a, Tile::kPixels, maps, kWholeF32));
+        }
         // dy as (batch, blocks of 32 columns, pixels, columns): one copy loads a tile's boxes.
         DenseTensor dy;
         dy.dtype = Tag::kType;
