@@ -406,8 +406,8 @@ HEADER = """\
 //   less than {own_rows} measured rows)
 //
 // Not fitted: fixed in forms with less than {rows} rows or none shorter than {short:g} us, and in
-// most classes of XLA's convolutions; DRAM share 1 in forms with one ratio of FLOPs to bytes in
-// all rows. Left out: the default, and shares of 1 before it.
+// most classes of XLA's convolutions; DRAM share 1 in forms with the same ratio of FLOPs to bytes
+// in all rows. Left out: the default, and shares of 1 before it.
 #ifndef EXPOSED
 #define EXPOSED(...)
 #endif
