@@ -137,8 +137,8 @@ def kinds_of_layers() -> str:
         for place in (("bf16", "default"), ("f32", "default"), ("f32", "highest")):
             found = [r for r in rows if kind(r) == name and (r["dtype"], r["precision"]) == place]
             little = sum(gain(row) < 1.05 for row in found)
-            gains = f"{mean(map(gain, found)):.2f}, {little} of {len(found)}" if found else "-"
-            line.append(gains)
+            said = f"{mean(map(gain, found)):.2f}, {little} of {len(found)}" if found else ""
+            line.append(said or "not measured")
         lines.append(line)
     return markdown(["layers", "bfloat16", "float32", "float32 at HIGHEST"], lines)
 

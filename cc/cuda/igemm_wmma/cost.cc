@@ -41,8 +41,8 @@ TimeTerms TermsOf(const TileCost& tile, const TiledWork& work, const Gpu& gpu) {
   const double copies = static_cast<double>(tile.tile_k_bytes) / kLanes *
                         (static_cast<double>(tile.tile_m) / work.a_copy_bytes +
                          static_cast<double>(tile.tile_n) / work.b_copy_bytes);
-  const double load = std::max(
-      {(fill + fragments) / kSharedBytesPerCycle, fill / kTileL2BytesPerCycle, copies * kCopyCycles});
+  const double load = std::max({(fill + fragments) / kSharedBytesPerCycle,
+                                fill / kTileL2BytesPerCycle, copies * kCopyCycles});
   const double store = static_cast<double>(tile.tile_m * tile.tile_n) * 4 /
                        (work.unaligned_output ? kUnalignedStoreBytesPerCycle : kStoreBytesPerCycle);
   // The busiest SM. Its last CTAs are too few to hide all loads and barriers: their throughput is

@@ -11,8 +11,7 @@ namespace jaxconv::winograd {
 Status PlanSyncFree(const Instance& instance, const Gpu& gpu, LaunchParams* launch,
                     TimeTerms* terms);
 // The seed's PKF-LLC: chunks of tiles whose V and M fit in the GPU's L2, at most kChunkBytes.
-Status PlanPkfLlc(const Instance& instance, const Gpu& gpu, LaunchParams* launch,
-                  TimeTerms* terms);
+Status PlanPkfLlc(const Instance& instance, const Gpu& gpu, LaunchParams* launch, TimeTerms* terms);
 Status PlanElementwise(const Instance& instance, const Gpu& gpu, LaunchParams* launch,
                        TimeTerms* terms);
 
