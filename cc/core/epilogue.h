@@ -24,6 +24,11 @@ enum class Activation : int32_t {
   kHardSwish,
 };
 
+// v times a function between 0 and 1.
+constexpr bool IsSwish(Activation activation) {
+  return activation == Activation::kSilu || activation == Activation::kHardSwish;
+}
+
 // kChannel: one factor for each output channel. kImage: one for each image and output channel.
 enum class ScaleKind : int32_t { kNone, kChannel, kImage };
 

@@ -154,7 +154,7 @@ struct FloatActivations {
 // half an ulp of float16, in 5 (sigmoid, silu) to 16 instructions (gelu), which is half as many as
 // for float32. Results below 1e-36 may be zero.
 struct ShortActivations {
-  static constexpr float kLog2E = 1.44269502f;
+  static constexpr float kLog2E = 1.44269502f, kPivot = 3.25f;
 
   static __device__ __forceinline__ float Sigmoid(float v) {
     return Reciprocal(1 + PowerOf2(v * -kLog2E));
@@ -165,7 +165,7 @@ struct ShortActivations {
     return v * Reciprocal(1 + PowerOf2(v * fmaf(v * v, kCubic, kLinear)));
   }
 
-  // max(v, 0) - |v| Q(|v|), with |v| Q(|v|) = exp(-v^2 / 2) s P(s) and s = |v| / (|v| + 3.25).
+  // max(v, 0) - |v| Q(|v|), with |v| Q(|v|) = exp(-v^2 / 2) s P(s) and s = |v| / (|v| + kPivot).
   static __device__ __forceinline__ float Gelu(float v) {
     const float least = MinNan(v, 15), s = Share(least);
     return fmaf(-Density(least), s * TailRatio(s), MaxNan(v, 0));
@@ -184,9 +184,9 @@ struct ShortActivations {
     return PowerOf2(-root * root);
   }
   static __device__ __forceinline__ float Share(float c) {
-    return fabsf(c) * Reciprocal(fabsf(c) + 3.25f);
+    return fabsf(c) * Reciprocal(fabsf(c) + kPivot);
   }
-  // (a + 3.25) exp(a^2 / 2) Q(a) as a polynomial in s = a / (a + 3.25), for a <= 13.5: relative
+  // (a + kPivot) exp(a^2 / 2) Q(a) as a polynomial in s = a / (a + kPivot), for a <= 13.5: relative
   // error 3.7e-6. Q(13.5) is 1e-41.
   static __device__ __forceinline__ float TailRatio(float s) {
     float p = fmaf(2.46300951e-1f, s, -6.09425187e-1f);
@@ -219,6 +219,16 @@ __device__ __forceinline__ void ActivateSlow(Activation activation, float (&v)[k
     each([](float t) { return Functions::Gelu(t); });
   } else {
     each([](float t) { return Functions::Tanh(t); });
+  }
+}
+
+// silu or hard_swish (IsSwish), with one uniform branch.
+template <typename T, int kCount>
+__device__ __forceinline__ void ActivateSwish(Activation activation, float (&v)[kCount]) {
+  if (activation == Activation::kSilu) {
+    ActivateSlow<T>(Activation::kSilu, v);
+  } else {
+    ActivateQuick(Activation::kHardSwish, 0, v);
   }
 }
 

@@ -32,9 +32,8 @@ double ActivationFactor(Activation activation) {
 }
 
 double EpilogueCycles(const EpilogueCost& cost, const Epilogue& epilogue) {
-  const bool swish =
-      epilogue.activation == Activation::kSilu || epilogue.activation == Activation::kHardSwish;
-  if (swish && !epilogue.pre && !epilogue.residual && cost.swish > 0) return cost.swish;
+  if (IsSwish(epilogue.activation) && !epilogue.pre && !epilogue.residual && cost.swish > 0)
+    return cost.swish;
   const double factor = ActivationFactor(epilogue.activation);
   const double terms = factor == 0 && !epilogue.pre ? cost.clamps : cost.terms;
   return terms + (epilogue.residual ? cost.residual : 0) + factor * cost.activation;

@@ -175,8 +175,7 @@ struct PairedOutputs {
 
   __device__ __forceinline__ bool TakesSwish() const {
     return epilogue.params.residual == nullptr && epilogue.params.pre == nullptr &&
-           (epilogue.params.activation == Activation::kSilu ||
-            epilogue.params.activation == Activation::kHardSwish);
+           IsSwish(epilogue.params.activation);
   }
 
   // Converts the sums of output row `row` of the tile to rounded pairs.
@@ -189,11 +188,7 @@ struct PairedOutputs {
       for (int i = 0; i < 4; ++i) {
         values[i] = fmaf(sum[i], clamp.terms.scale[i % 2], clamp.terms.bias[i % 2]);
       }
-      if (epilogue.params.activation == Activation::kSilu) {
-        ActivateSlow<T>(Activation::kSilu, values);
-      } else {
-        ActivateQuick(Activation::kHardSwish, 0, values);
-      }
+      ActivateSwish<T>(epilogue.params.activation, values);
       word[0] = PackPair<T>(values[0], values[1]), word[1] = PackPair<T>(values[2], values[3]);
       return;
     }

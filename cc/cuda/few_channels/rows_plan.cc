@@ -45,9 +45,7 @@ Status CheckRows(const RowsInstance& instance, const ConvProblem& problem) {
     return Status::Unimplemented("expected rows of x of a multiple of 8 elements");
   }
   const Epilogue& epilogue = problem.epilogue;
-  const bool computed = epilogue.activation <= Activation::kRelu6 ||
-                        epilogue.activation == Activation::kSilu ||
-                        epilogue.activation == Activation::kHardSwish;
+  const bool computed = epilogue.activation <= Activation::kRelu6 || IsSwish(epilogue.activation);
   if (epilogue.residual || epilogue.pre || !computed) {
     return Status::Unimplemented("expected an epilogue of scale, bias and a clamp or swish");
   }

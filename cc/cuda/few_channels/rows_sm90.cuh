@@ -230,13 +230,7 @@ __device__ __forceinline__ void RoundSums(const float* sums, const float (&scale
       values[e] = fmaf(values[e], scale[e / 2], bias[e / 2]);
     }
   }
-  if constexpr (kFinish == Finish::kSwish) {
-    if (activation == Activation::kSilu) {
-      ActivateSlow<T>(Activation::kSilu, values);
-    } else {
-      ActivateQuick(Activation::kHardSwish, 0, values);
-    }
-  }
+  if constexpr (kFinish == Finish::kSwish) ActivateSwish<T>(activation, values);
 #pragma unroll
   for (int m = 0; m < 2; ++m) {
     word[m] = PackPair<T>(values[2 * m], values[2 * m + 1]);

@@ -19,7 +19,7 @@ struct Work {
   bool clamps = true;          // for all columns of a tile; others for those that exist
 };
 
-// Of all kernels of the call.
+// The time of all kernels of the call.
 TimeTerms TermsOf(const Instance& instance, const ConvProblem& problem, const Geometry& geometry,
                   const Work& work, const Gpu& gpu);
 

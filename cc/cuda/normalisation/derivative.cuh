@@ -17,13 +17,12 @@ __device__ __forceinline__ float Clamped(float u, float low, float high) {
 }
 
 // Parts of the derivatives of arrays of float32.
-struct FloatDerivatives {
+struct FloatDerivatives : FloatActivations {
   // exp(x).
   static __device__ __forceinline__ float Exponential(float x) {
     const jaxconv::Exponential exp = Exp(x);
     return exp.value * exp.power;
   }
-  static __device__ __forceinline__ float Sigmoid(float x) { return Logistic(-x); }
 
   // exp(-c^2 / 2), and with it Q(|c|).
   struct Tail {
@@ -37,17 +36,14 @@ struct FloatDerivatives {
 };
 
 // The same for 16-bit arrays, by the functions of ShortActivations: within 2e-5 of max(1, result).
-struct ShortDerivatives {
-  static __device__ __forceinline__ float Exponential(float x) {
-    return PowerOf2(x * ShortActivations::kLog2E);
-  }
-  static __device__ __forceinline__ float Sigmoid(float x) { return ShortActivations::Sigmoid(x); }
+struct ShortDerivatives : ShortActivations {
+  static __device__ __forceinline__ float Exponential(float x) { return PowerOf2(x * kLog2E); }
 
   using Tail = FloatDerivatives::Tail;
   static __device__ __forceinline__ Tail TailOf(float c) {
-    const float density = ShortActivations::Density(c), a = fabsf(c);
-    const float r = Reciprocal(a + 3.25f);
-    return {density, density * (r * ShortActivations::TailRatio(a * r))};
+    const float density = Density(c), a = fabsf(c);
+    const float r = Reciprocal(a + kPivot);
+    return {density, density * (r * TailRatio(a * r))};
   }
 };
 

@@ -143,31 +143,35 @@ def by_kernel(spec: ConvSpec, operands: Sequence[Any]) -> bool:
     chosen, _ = Bilinear(Op.FPROP, spec, dtype).select(*problem)
     if chosen.instance is None:
         return False
-    one_pass, _ = _passes(spec, Epilogue(bias=True), dtype, problem)
     xla = chosen.xla_microseconds
+    one_pass, _ = _passes(spec, Epilogue(bias=True), dtype, problem, xla)
     known = 0 not in (chosen.microseconds, xla) and one_pass >= 0
     return not known or chosen.microseconds < xla + one_pass
 
 
 def _passes(
-    spec: ConvSpec, form: Epilogue, out_dtype: np.dtype, problem: tuple[str, Sizes, np.dtype]
+    spec: ConvSpec,
+    form: Epilogue,
+    out_dtype: np.dtype,
+    problem: tuple[str, Sizes, np.dtype],
+    plain: float,
 ) -> tuple[float, float]:
     """XLA's microseconds for a pass over a convolution's result that computes an epilogue.
 
     Those of its bytes, and those that the activation's instructions add. They follow from the
     predictions of XLA's own convolution, of which that with an epilogue includes a pass over
-    float32 sums: twice as many bytes.
+    float32 sums: twice as many bytes. ``plain`` is that without an epilogue.
     """
 
     def of(form: Epilogue) -> float:
         return Fused(spec, form, out_dtype).select(*problem)[0].xla_microseconds
 
-    plain = Bilinear(Op.FPROP, spec, out_dtype).select(*problem)[0].xla_microseconds
     linear = Epilogue(form.scale, form.bias, form.residual)
     if linear.plain:
         linear = Epilogue(bias=True)
-    of_linear, of_form = of(linear), of(dataclasses.replace(form, pre=False, statistics=False))
-    activation = of_form - of_linear if form.activation is not None else 0.0
+    of_linear, activation = of(linear), 0.0
+    if form.activation is not None:
+        activation = of(dataclasses.replace(form, pre=False, statistics=False)) - of_linear
     return (of_linear - plain) / 2, max(0.0, activation)
 
 
@@ -213,7 +217,8 @@ def slower(
             if form.statistics:
                 one_pass = chosen.xla_microseconds - plain.xla_microseconds
             else:
-                of_bytes, of_activation = _passes(spec, form, np.dtype(out_dtype), problem)
+                xla = plain.xla_microseconds
+                of_bytes, of_activation = _passes(spec, form, np.dtype(out_dtype), problem, xla)
                 one_pass = readers * of_activation if readers else of_bytes + of_activation
             apart = min(plain.microseconds, plain.xla_microseconds) + one_pass
             known = plain.microseconds > 0 and plain.xla_microseconds > 0
