@@ -197,7 +197,7 @@ struct ShortActivations {
   }
 };
 
-// Those of results of type T.
+// The activations of results of type T.
 template <typename T>
 using ActivationsOf = std::conditional_t<sizeof(T) == 2, ShortActivations, FloatActivations>;
 

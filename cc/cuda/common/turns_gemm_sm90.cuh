@@ -11,8 +11,8 @@
 //
 // Full(s): the producer announces a stage's bytes, its own and those that the other CTA sends.
 // Empty(s): when its wgmma has retired, a consumer warpgroup of each CTA arrives at both CTAs'
-// barrier, one k-block late, so that one wgmma is always in flight. Named barriers 1 and 2 pass the
-// tensor cores on. Registers: producer 40, consumers 232.
+// barrier, one k-block late, so that one wgmma is always in flight. Named barriers 1 and 2 hand the
+// tensor cores from one consumer to the other. Registers: producer 40, consumers 232.
 //
 // A Gemm has
 //
