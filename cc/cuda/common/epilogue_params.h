@@ -25,8 +25,8 @@ struct EpilogueParams {
   Activation activation = Activation::kNone;
   float negative_slope = 0;  // for kLeakyRelu
   // Where the sums of y are written, for each slot and channel (merge_moments.h); null: no
-  // statistics. Each consumer of a CTA adds its share of the first joined_tiles tiles into one of the
-  // first joined_slots slots; each further tile has its own slot.
+  // statistics. Each consumer of a CTA adds its share of the first joined_tiles tiles into one of
+  // the first joined_slots slots; each further tile has its own slot.
   ChannelSums* moments = nullptr;
   int32_t joined_tiles = 0, joined_slots = 0;
 

@@ -19,8 +19,8 @@
 //     Tile       kStages, kStageBytes and the other members that Barriers needs; kThreads = 384
 //     Params     tiles: of a cluster; k_blocks: stages of a tile
 //     Maps       tensor maps, and Prefetch(maps)
-//     Loads      (params, maps, rank, ring); Begin(tile); Load(k_block, first byte of the stage in the
-//                ring, barrier): all copies of a stage that this CTA issues
+//     Loads      (params, maps, rank, ring); Begin(tile); Load(k_block, first byte of the stage in
+//                the ring, barrier): all copies of a stage that this CTA issues
 //     Sums       a thread's accumulators, an array
 //     Multiply(sums, stage's address, accumulate): the wgmmas of a stage
 //     Stores     (params); Store(tile, rank, sums)

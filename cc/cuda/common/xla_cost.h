@@ -13,8 +13,8 @@ namespace jaxconv {
 // The counts of XLA's kernels for a convolution, and the name of its line in the calibration.
 struct XlaTerms {
   std::string_view form, operations, operands;
-  // tensor_cores: FLOPs, those of padded tiles included, at the rate of a pipe. dram: bytes of every
-  // tensor. launch: kernels before and after: transposes, zeros between pixels, reductions.
+  // tensor_cores: FLOPs, those of padded tiles included, at the rate of a pipe. dram: bytes of
+  // every tensor. launch: kernels before and after: transposes, zeros between pixels, reductions.
   TimeTerms time;
 };
 

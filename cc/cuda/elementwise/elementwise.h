@@ -1,6 +1,6 @@
-// Elementwise functions of many small arrays by one launch: functions of a program's parameters that
-// calls read, such as filters converted to bfloat16 and the scale and bias of a batch norm. XLA
-// launches a kernel of 1.5 us for each.
+// Elementwise functions of many small arrays by one launch: functions of a program's parameters
+// that calls read, such as filters converted to bfloat16 and the scale and bias of a batch norm.
+// XLA launches a kernel of 1.5 us for each.
 //
 // A function is computed in float32. Its values have consecutive indices: operands, constants, then
 // the result of each step; the last value is the result, rounded to its type. A step reads two

@@ -56,13 +56,14 @@ namespace normalisation {
 
 const std::vector<PassKernel>& Kernels();
 
-// Rows that a thread of `moments` or `activated_sums` loads at a time; 0 for a type that it does not
-// accept.
+// Rows that a thread of `moments` or `activated_sums` loads at a time; 0 for a type that it does
+// not accept.
 int RowsOfThread(std::string_view pass, DType dtype);
 
-// Plans masked_sums, activated_sums, moments and normalise_add. Words of the key: "s", segments; "r",
-// rows of a segment; "c", channels; "g" and "y", the numbers of gradients and arrays; "result",
-// "affine" or "bits", the source of the mask; "activation:" and a name; "stores"; "bounded".
+// Plans masked_sums, activated_sums, moments and normalise_add. Words of the key: "s", segments;
+// "r", rows of a segment; "c", channels; "g" and "y", the numbers of gradients and arrays;
+// "result", "affine" or "bits", the source of the mask; "activation:" and a name; "stores";
+// "bounded".
 Status PlanOf(const PassKey& key, const Gpu& gpu, PassPlan* plan);
 
 }  // namespace normalisation

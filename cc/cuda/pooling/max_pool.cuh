@@ -3,17 +3,17 @@
 // A thread has 8 channels of one column of windows and advances along the outer axis from window to
 // window. A row of a window is the part at one outer coordinate; its maximum is taken over the
 // middle and inner axes. Windows that overlap by kKept rows share the maxima of these rows, so each
-// column reads and normalises an element once: 3x3 with stride 2 reads 6 elements per window instead
-// of 9 (the array has 4 per window).
+// column reads and normalises an element once: 3x3 with stride 2 reads 6 elements per window
+// instead of 9 (the array has 4 per window).
 //
 // The thread index is, fastest first: vector of channels, inner window, middle window, part of the
 // column, example. A warp loads whole cache lines, and L1 serves the lines that adjacent windows
-// share. While a batch of up to kColumns elements of a row is pooled, the next batch is loaded, even
-// if it belongs to the next row or window.
+// share. While a batch of up to kColumns elements of a row is pooled, the next batch is loaded,
+// even if it belongs to the next row or window.
 //
 // Everything except the normalisation is computed on words of two 16-bit elements or one float32. A
-// comparison returns a mask of ones or zeros for each element, which selects the operand and (by its
-// bytes) the position. After batch norm, maxima are compared, because a window with NaN has no
+// comparison returns a mask of ones or zeros for each element, which selects the operand and (by
+// its bytes) the position. After batch norm, maxima are compared, because a window with NaN has no
 // position, and rectified at the end, because elements <= 0 have none. Otherwise `taken` is
 // compared, and the maximum, which stays NaN after a NaN, is computed separately.
 #ifndef JAXCONV_CUDA_POOLING_MAX_POOL_CUH_
@@ -197,8 +197,8 @@ struct PoolForm {
   static constexpr int kKept = kKeptArg;
 };
 
-// kKept: the rows that a window shares with the next one and whose maxima are kept, or 0. kOneBatch:
-// each row is one batch, as in windows of two axes up to kColumns wide.
+// kKept: the rows that a window shares with the next one and whose maxima are kept, or 0.
+// kOneBatch: each row is one batch, as in windows of two axes up to kColumns wide.
 template <class Tag, bool kSm90>
 __global__ void __launch_bounds__(kPoolThreads, kPoolCtas<sizeof(typename Tag::Element), kSm90> -
                                                     (kSm90 && sizeof(typename Tag::Element) == 2

@@ -5,10 +5,10 @@
 //     place    = the position of the selected element in its window (windows.h)
 //     operand  = x at this position
 //
-// The window is searched in row-major order. An element replaces the selected one unless the selected
-// one is greater or equal. So the first of equal elements is selected; in a window with NaN, the last
-// NaN or an element after it. After ReLU, a maximum that is not above 0 has the place kNoPlace and
-// the operand 0, because x has no gradient there.
+// The window is searched in row-major order. An element replaces the selected one unless the
+// selected one is greater or equal. So the first of equal elements is selected; in a window with
+// NaN, the last NaN or an element after it. After ReLU, a maximum that is not above 0 has the place
+// kNoPlace and the operand 0, because x has no gradient there.
 #ifndef JAXCONV_CUDA_POOLING_MAX_POOL_H_
 #define JAXCONV_CUDA_POOLING_MAX_POOL_H_
 

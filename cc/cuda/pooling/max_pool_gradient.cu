@@ -44,9 +44,9 @@ struct Params {
 // A thread has 8 channels of the elements from stride * i to stride * (i + 1) - 1 along each axis.
 // These lie in the same windows: window i and windows that begin before it. The thread holds the
 // places and gradients of kHeld windows: of all, or of one group at a time for each element. A warp
-// loads and stores whole cache lines, or lines shared with the next warp. Loops are uniform: in place
-// of a window that does not exist, a thread reads another window and ignores its places; elements in
-// the padding are not stored.
+// loads and stores whole cache lines, or lines shared with the next warp. Loops are uniform: in
+// place of a window that does not exist, a thread reads another window and ignores its places;
+// elements in the padding are not stored.
 template <typename T, int kHeldArg, bool kAllArg, bool kTwoArg, bool kAffineArg>
 struct GatherForm {
   using Element = T;
