@@ -38,9 +38,6 @@ from jaxconv._src.problem.spec import ConvSpec, Op
 from jaxconv._src.sharding import explicit_mesh
 from jaxconv._src.ways import xla
 
-# Platforms on which kernels of convolutions are faster than XLA's products and the next pass.
-_PLATFORMS = ("cuda",)
-
 # The most axes between the examples and the channels of an array.
 _SPATIAL = 3
 
@@ -149,7 +146,7 @@ def rewritten(eqns: Sequence[JaxprEqn], outvars: Sequence[Any]) -> list[JaxprEqn
     """
     graph = Graph(eqns, outvars)
     placed: dict[int, list[JaxprEqn]] = {}
-    if not set(fuse_convolution.platforms()[:1]) <= set(_PLATFORMS):
+    if not fuse_convolution.for_cuda():
         return list(graph.eqns)
     for position, eqn in enumerate(graph.eqns):
         dense = _find(graph, position) if eqn.primitive is normalise.normalise_p else None

@@ -306,8 +306,9 @@ def _ended(graph: Graph, reader: Reader, axes: Mapping[Var, int], value: Var) ->
     if not in_memory(graph, terms[0].array):
         return None  # XLA computes the layer, and its derivative, in the passes that it has
     out, function = _activated(graph, value)
-    if function is None and len(terms) == 1 and terms[0].mean is None and terms[0].scale is None:
-        return None  # a vector is added, which neither direction gains by
+    alone = len(terms) == 1 and terms[0].mean is None and terms[0].scale is None
+    if alone and (function is None or not fuse_convolution.for_cuda()):
+        return None  # a vector is added, and no kernel sums its gradient
     activation = None
     if function is not None:
         operand = type_of(value)

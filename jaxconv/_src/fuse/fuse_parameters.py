@@ -23,9 +23,6 @@ from jaxconv._src.passes import elementwise, normalise
 from jaxconv._src.passes.elementwise import Function, Result
 from jaxconv._src.sharding import explicit_mesh
 
-# Platforms with a kernel.
-_PLATFORMS = ("cuda",)
-
 # Operations that give their operand's elements, in order.
 _MOVING = (*IDENTITIES, "reshape", "squeeze", "expand_dims")
 
@@ -50,7 +47,7 @@ _BY_XLA = (normalise.normalise_p, normalise.normalise_tangent_p)
 def rewritten(eqns: Sequence[JaxprEqn], outvars: Sequence[Any]) -> list[JaxprEqn]:
     """A program's equations, the small functions of its arguments that calls read in one call."""
     graph = Graph(eqns, outvars)
-    if not set(fuse_convolution.platforms()[:1]) <= set(_PLATFORMS):
+    if not fuse_convolution.for_cuda():
         return graph.eqns
     read: dict[Var, _Written] = {}
     for eqn in filter(_reads_memory, graph.eqns):
