@@ -132,6 +132,11 @@ def platforms() -> tuple[str, ...]:
     return tuple(dict.fromkeys([*named, "cuda" if here == "gpu" else here]))
 
 
+def for_cuda() -> bool:
+    """Whether a program traced here is lowered for CUDA, where passes over arrays have kernels."""
+    return platforms()[0] == "cuda"
+
+
 def by_kernel(spec: ConvSpec, operands: Sequence[Any]) -> bool:
     """Whether a kernel is predicted faster than XLA's convolution plus a pass over its result.
 

@@ -39,9 +39,6 @@ from jaxconv._src.problem.spec import ConvSpec, Op
 from jaxconv._src.sharding import explicit_mesh
 from jaxconv._src.ways import xla
 
-# Platforms on which convolution kernels with an epilogue are faster than XLA's product and a pass.
-_PLATFORMS = ("cuda",)
-
 # The most axes between the examples and the channels of an array.
 _SPATIAL = 3
 
@@ -150,7 +147,7 @@ def rewritten(eqns: Sequence[JaxprEqn], outvars: Sequence[Any]) -> list[JaxprEqn
     """
     graph = Graph(eqns, outvars)
     placed: dict[int, list[JaxprEqn]] = {}
-    if fuse_convolution.platforms()[0] not in _PLATFORMS:
+    if not fuse_convolution.for_cuda():
         return graph.eqns
     for position, eqn in enumerate(graph.eqns):
         dense = _find(graph, position) if eqn.primitive is normalise.normalise_p else None

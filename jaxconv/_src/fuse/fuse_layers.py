@@ -295,7 +295,8 @@ def _ended(graph: Graph, reader: Reader, axes: Mapping[Var, int], value: Var) ->
     if not in_memory(graph, terms[0].array):
         return None  # XLA fuses the layer, and its derivative, into other passes
     out, function = _activated(graph, value)
-    if function is None and len(terms) == 1 and terms[0].mean is None and terms[0].scale is None:
+    alone = len(terms) == 1 and terms[0].mean is None and terms[0].scale is None
+    if alone and (function is None or not fuse_convolution.for_cuda()):
         return None  # only a vector is added, for which a call saves no pass
     activation = None
     if function is not None:

@@ -47,7 +47,7 @@ _BY_XLA = (normalise.normalise_p, normalise.normalise_tangent_p)
 def rewritten(eqns: Sequence[JaxprEqn], outvars: Sequence[Any]) -> list[JaxprEqn]:
     """A program's equations, with one call for the functions of its arguments that calls read."""
     graph = Graph(eqns, outvars)
-    if fuse_convolution.platforms()[0] != "cuda":
+    if not fuse_convolution.for_cuda():
         return graph.eqns
     read: dict[Var, _Written] = {}
     for eqn in filter(_reads_memory, graph.eqns):

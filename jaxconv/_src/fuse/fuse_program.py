@@ -31,6 +31,7 @@ from jaxconv._src.fuse import (
     fuse_parameters,
     fuse_pooling,
     fuse_reasons,
+    fuse_rounding,
     fuse_statistics,
 )
 from jaxconv._src.fuse.fuse_chain import Fusion
@@ -120,6 +121,7 @@ def _fused(
                 eqns = live(fuse_means.rewritten(eqns, outvars), outvars)
                 eqns = fuse_layers.with_readers(eqns, outvars)
                 eqns = live(fuse_dense.rewritten(eqns, outvars), outvars)
+                eqns = fuse_rounding.rewritten(eqns, outvars)
             return jaxpr.replace(eqns=eqns, outvars=outvars)
 
 
