@@ -179,7 +179,7 @@ def _with_calls_traced(
             ends[position] = fusion.chain.out, fusion.chain.axis
     for position, (end, axis) in ends.items():
         alone = (graph, end, axis, taken, notes[position])
-        notes[position] = fuse_reasons.told(*alone, refused=position in without)
+        notes[position] = fuse_reasons.end_reason(*alone, refused=position in without)
     rewritten: list[JaxprEqn] = []
     results = {fusion.chain.out for fusion in fusions.values()}
     for item in live(_with_calls(graph, fusions, notes), outvars, _without_unused):

@@ -31,7 +31,7 @@ _RESHAPES = ("reshape", "squeeze", "broadcast_in_dim")
 _REACH = 64
 
 
-def told(
+def end_reason(
     graph: Graph, end: Var, axis: int, taken: Collection[int], reason: str, *, refused: bool
 ) -> str:
     """Why a chain ends, in terms of layers; "" if a longer epilogue would save no pass.
