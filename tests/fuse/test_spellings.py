@@ -40,6 +40,7 @@ BY_XLA = {
     "y * clip(y + 3, 0, 6) / 6; float32 NHWC",
     "affine (y * g - m * g) * rsqrt + b; y * clip(y / 6 + 1 / 2, 0, 1); float16 NHWC",
 }
+_BY_XLA = "-1 masked_sums, +2 sums"
 
 # The largest ratio of the fused error to the unfused error, both norms over arrays with at least
 # ELEMENTS elements. In float32 the fused error is the same for all spellings of a meaning, and the
@@ -131,8 +132,12 @@ def assert_same_calls(spelling: Spelling, order: str, target: str) -> None:
     models = [(canonical(spelling.meaning), True), (canonical_of_kind(spelling), False)]
     for model, forms in models[: 1 if spelling.remat else 2]:
         said = spelling_calls.complaint(actual, found(model, order, target), forms)
-        known = "-1 masked_sums, +2 sums" if spelling.name in BY_XLA and not forms else ""
-        assert said == known, f"{spelling.name}, {order}, {target}: {said}, beside {model.name}"
+        known = {""}
+        if not forms and spelling.name in BY_XLA:
+            known = {_BY_XLA}
+        elif not forms and spelling.name not in ALL:  # behind some norms
+            known |= {_BY_XLA for name in BY_XLA if ALL[name].activation == spelling.activation}
+        assert said in known, f"{spelling.name}, {order}, {target}: {said}, beside {model.name}"
 
 
 def canonical_of_kind(spelling: Spelling) -> Spelling:

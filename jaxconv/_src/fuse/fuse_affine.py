@@ -10,6 +10,7 @@ expression in the program's own vectors; ``Coefficient.value`` computes it in fl
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -99,13 +100,21 @@ MINUS_ONE = number(-1.0)
 # Elementwise operations inside a coefficient, for programs that broadcast vectors first and then
 # compute with the full arrays.
 _OF_COEFFICIENTS: dict[str, Callable[..., Any]] = {
-    "add": lax.add,
-    "sub": lax.sub,
-    "mul": lax.mul,
-    "div": lax.div,
-    "neg": lax.neg,
+    "add": jnp.add,
+    "sub": jnp.subtract,
+    "mul": jnp.multiply,
+    "div": jnp.divide,
+    "neg": jnp.negative,
+    "max": jnp.maximum,
+    "min": jnp.minimum,
+    "abs": jnp.abs,
+    "sqrt": jnp.sqrt,
     "rsqrt": lax.rsqrt,
-    "sqrt": lax.sqrt,
+    "square": jnp.square,
+    "integer_pow": lax.integer_pow,
+    "pow": jnp.power,
+    "exp": jnp.exp,
+    "log": jnp.log,
 }
 
 
@@ -158,6 +167,8 @@ def coefficient(
     function = None if made is None else _OF_COEFFICIENTS.get(made.primitive.name)
     if made is None or function is None or depth > _DEEPEST or casts:
         return None
+    if "y" in made.params:  # an exponent
+        function = functools.partial(function, y=made.params["y"])
     operands = [coefficient(graph, a, axes, counts, depth + 1) for a in made.invars]
     found = [o for o in operands if o is not None]
     return combined(function, *found) if len(found) == len(operands) else None
