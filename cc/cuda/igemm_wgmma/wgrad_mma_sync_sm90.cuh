@@ -17,12 +17,12 @@
 //     producer warpgroup   one thread. A k-block is 32 pixels: for each 32 channels of the tile's
 //                          rows one im2col box of x under its tap, and one box with all columns of
 //                          dy
-//     consumers            8 warps of 64x64 (128x64: of 32x32), which all read every stage
+//     consumers            8 warps of 32x32, which all read every stage
 //
-// Shared memory of 128x256: barriers and the producer's list of boxes in 1 KB, 4 stages of (16 +
-// 32) KB. Registers: producer 56, consumers 224, of which 128 accumulators and two sets of
-// fragments. Full(s), Empty(s): as in cooperative_sm90.cuh, with an arrival of every consumer warp.
-// Persistent; split-K as in wgrad_sm90.cuh.
+// Shared memory: barriers and the producer's list of boxes in 1 KB, 8 stages of (16 + 8) KB.
+// Registers: producer 56, consumers 224, of which 32 accumulators and two sets of fragments.
+// Full(s), Empty(s): as in cooperative_sm90.cuh, with an arrival of every consumer warp. Persistent;
+// split-K as in wgrad_sm90.cuh.
 //
 // Refused, beside what wgrad_sm90.cuh refuses: K / groups that is not a multiple of 32.
 #ifndef JAXCONV_CUDA_IGEMM_WGMMA_WGRAD_MMA_SYNC_SM90_CUH_
