@@ -67,8 +67,8 @@ using PlanFunction = Status (*)(const KernelDesc& kernel, const ConvProblem& pro
 // CheckOperands has accepted the buffers.
 using LaunchFunction = Status (*)(const Plan& plan, const Operands& operands, void* stream);
 
-// What an epilogue adds to a plain kernel beside the traffic of its operands: SM cycles for each
-// output (docs/notes/igemm_wgmma.md).
+// The SM cycles that an epilogue adds to a plain kernel for each output, in addition to the traffic
+// of its operands (docs/notes/igemm_wgmma.md).
 struct EpilogueCost {
   double terms = 0.2;  // scale and bias, and a second result
   // The same without a second result and with a clamp as activation (none, relu, relu6).

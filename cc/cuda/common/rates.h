@@ -1,4 +1,4 @@
-// Rates of an SM that several families count with: architecture facts, and rates measured once.
+// Rates of an SM that the plans of several families use: architecture facts, and measured rates.
 #ifndef JAXCONV_CUDA_COMMON_RATES_H_
 #define JAXCONV_CUDA_COMMON_RATES_H_
 
@@ -12,15 +12,16 @@ constexpr int64_t kProductsOfMma = 2048;  // multiply-adds of mma.sync m16n8k16
 constexpr int64_t kFloatBytes = 4;
 constexpr int64_t kLineBytes = 128, kSectorBytes = 32;  // of L2, and of a transfer to it
 
-// Shared memory, bytes a cycle; a kernel that does nothing else reaches 127.7 (notes/igemm_wmma.md).
+// Shared memory, bytes a cycle; a kernel that does nothing else reaches 127.7
+// (notes/igemm_wmma.md).
 constexpr int64_t kSharedBytesPerCycle = 128;
 // L2 for rows of tiles that many SMs read at about the same time, bytes a cycle and SM: measured 43
 // to 55 (notes/igemm_wmma.md).
 constexpr double kTileL2BytesPerCycle = 43;
 // L2 for other reads, relative to DRAM: 5.5 and 4.3 TB/s on an H200.
 constexpr double kL2Rate = 1.28;
-// Elementwise kernels and transforms around a convolution, relative to a large copy's DRAM rate: 0.75
-// to 0.9 for Winograd's (notes/winograd.md), 0.92 for XLA's.
+// Elementwise kernels and transforms around a convolution, relative to a large copy's DRAM rate:
+// 0.75 to 0.9 for Winograd's (notes/winograd.md), 0.92 for XLA's.
 constexpr double kPassShare = 0.83;
 // Partial sums of split-K, which mostly stay in L2, written and read, bytes a cycle and SM. Fitted.
 constexpr double kPartialBytesPerCycle = 20;

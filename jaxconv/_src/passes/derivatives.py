@@ -1,4 +1,4 @@
-"""Derivatives of activations by their operand, in float32, computed as in the kernels."""
+"""Derivatives of activations as functions of their operand, float32, computed as in the kernels."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _clipped(u: jax.Array, low: float, high: float) -> jax.Array:
 
 
 def _clip_hard_swish(u: jax.Array, slope: float) -> jax.Array:
-    # The clipped factor, and u times its derivative.
+    # u * c(u) with the clipped factor c: c plus u times the derivative of c.
     inner = jnp.where(jnp.abs(u) <= 3, u / 6, 0)
     return jnp.clip(u, -3, 3) / 6 + 0.5 + inner * _clipped(u, -3, 3)
 
@@ -39,8 +39,9 @@ def _from_operand(name: str) -> Callable[[jax.Array, float], jax.Array]:
     return lambda u, slope: differential(name, slope, u, jnp.ones_like(u))
 
 
-# By the names in the custom call's attribute (cc/cuda/normalisation/derivative.h). At corners they
-# are those of jax.nn; from maximum on, the mean of both sides, as in jnp.maximum and jnp.clip.
+# By the names of the custom call's attribute (cc/cuda/normalisation/derivative.h). At corners the
+# values are those of jax.nn; from "maximum" on they are the mean of both sides, as in jnp.maximum
+# and jnp.clip.
 DERIVATIVES: dict[str, Callable[[jax.Array, float], jax.Array]] = {
     "leaky_relu": _from_operand("leaky_relu"),
     "elu": lambda u, slope: jnp.where(u > 0, 1, slope * jnp.exp(jnp.minimum(u, 0))),
