@@ -1,5 +1,5 @@
-// What weight gradients of float32 operands share whose rows are a list of blocks of 32 channels under
-// taps (sm_90a): the tile's shared memory, the producer, the tensor maps.
+// What weight gradients of float32 operands share if their rows are blocks of 32 channels under taps
+// (sm_90a): the tile's shared memory, the producer, the tensor maps.
 #ifndef JAXCONV_CUDA_IGEMM_WGMMA_WGRAD_BOXES_SM90_CUH_
 #define JAXCONV_CUDA_IGEMM_WGMMA_WGRAD_BOXES_SM90_CUH_
 
@@ -15,8 +15,8 @@
 
 namespace jaxconv::igemm_wgmma {
 
-// Shared memory: barriers and the producers' lists of boxes in 1 KB, then the stages. A stage holds the
-// boxes of x, those of dy, and kRowsBytes of what kTransposers warps of a warpgroup make of dy.
+// Shared memory: barriers and the producers' lists of boxes in 1 KB, then the stages. A stage holds
+// the boxes of x, those of dy, and kRowsBytes for dy as kTransposers warps rewrite it.
 template <int kTileM_, int kTileN_, int kStages_, int kProducers_, int kTransposers_ = 0,
           int kRowsBytes = 0>
 struct WgradBoxesTile {

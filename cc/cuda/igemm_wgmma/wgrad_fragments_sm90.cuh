@@ -39,8 +39,8 @@ struct RunOfKBlocks {
   }
 };
 
-// Makes rows along the reduction of the boxes of dy of every stage, by the last kTransposers warps of a
-// warpgroup. A lane reads kEights times eight pixels of a column, all before it writes the first: a
+// Makes rows along the reduction of the boxes of dy of every stage, by the last kTransposers warps
+// of a warpgroup. A lane reads kEights times eight pixels of a column, all before it writes the first: a
 // read takes longer than the instructions of eight. store(words, row, chunk) writes eight to chunks
 // chunk[0] and chunk[1] of a row that begins at `row`. No read or write has bank conflicts.
 // k_blocks(place): the number of k-blocks of a tile. The rows of a box may lie in its place.
@@ -171,9 +171,9 @@ __device__ __forceinline__ void StoreWgradFragment(const Params& params, const T
       m < params.residue_class[0].rows ? params.row_channels - channel : 0, epilogue);
 }
 
-// The kernel of these forms. kProducers threads take turns at k-blocks, one in each of the first warps
-// of warpgroup 0. kTransposers warps, if any, transpose dy: the other warps of warpgroup 0, or
-// warpgroup 1. The last warpgroups multiply.
+// The kernel of these forms. kProducers threads take turns at k-blocks, one in each of the first
+// warps of warpgroup 0. kTransposers warps, if any, transpose dy: the other warps of warpgroup 0,
+// or warpgroup 1. The last warpgroups multiply.
 //
 // Full(s): TMA -> transposers and consumers. FullFilter(s): transposers -> consumers. Empty(s): every
 // consumer warp -> producers (the transposers have read a stage before it is multiplied).

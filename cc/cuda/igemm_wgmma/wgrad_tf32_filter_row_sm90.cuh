@@ -14,8 +14,8 @@
 //     consumers    three warpgroups, one for each unit: 3 taps x 64 channels x 64 of K
 //
 // Barriers: WgradFragmentsKernel. Shared memory: barriers in 1 KB, 4 stages of (3 x 10 + 8 + 8) KB.
-// Registers: producers and transposers 56, consumers 152, of which 96 accumulators and 16 fragments (or
-// 24). Persistent; split-K and refusals as in wgrad_filter_row_sm90.cuh, and K / groups that is not a
+// Registers: producers and transposers 56, consumers 152, of which 96 accumulators and 16 fragments
+// (or 24). Persistent; split-K and refusals as in wgrad_filter_row_sm90.cuh, and K / groups that is not a
 // multiple of 32.
 #ifndef JAXCONV_CUDA_IGEMM_WGMMA_WGRAD_TF32_FILTER_ROW_SM90_CUH_
 #define JAXCONV_CUDA_IGEMM_WGMMA_WGRAD_TF32_FILTER_ROW_SM90_CUH_

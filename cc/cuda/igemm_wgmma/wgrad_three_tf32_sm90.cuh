@@ -3,9 +3,9 @@
 //
 //     rows = blocks of 32 channels under taps, columns = K / groups, reduction = output pixels
 //
-// Both operands are MN-major: a row of shared memory is 32 channels of one pixel. The producer is that
-// of wgrad_boxes_sm90.cuh, the order of rows and reduction that of wgrad_fragments_sm90.cuh. wgmma
-// takes A from registers, in any order, and B from shared memory, K-major only:
+// Both operands are MN-major: a row of shared memory is 32 channels of one pixel. The producer is
+// that of wgrad_boxes_sm90.cuh, the order of rows and reduction that of wgrad_fragments_sm90.cuh.
+// wgmma takes A from registers, in any order, and B from shared memory, K-major only:
 //
 //     producer    one thread. A k-block is 32 pixels: boxes of x under their taps, and of dy
 //     splitters   a warpgroup. A thread reads a column of dy, splits it, and writes both parts as rows
@@ -15,8 +15,8 @@
 //
 // The products of a k-block are added to the sums by FADD.
 //
-// Barriers: WgradFragmentsKernel, whose transposers the splitters are. Shared memory of 128x128: a list
-// of boxes, 3 stages of (16 + 16 + 32) KB. Registers: producer and splitters 64, consumers 192.
+// Barriers: WgradFragmentsKernel, whose transposers are the splitters. Shared memory of 128x128: a
+// list of boxes, 3 stages of (16 + 16 + 32) KB. Registers: producer and splitters 64, consumers 192.
 //
 // Refused: as in wgrad_mma_sync_sm90.cuh.
 #ifndef JAXCONV_CUDA_IGEMM_WGMMA_WGRAD_THREE_TF32_SM90_CUH_

@@ -119,7 +119,7 @@ struct ChannelSums {
   }
 };
 
-// Launches a kernel that sums rows: a CTA for each segment, slice of the channels and part of the rows.
+// Launches a kernel that sums rows: a CTA for each segment, slice of channels and part of the rows.
 template <auto kKernel, class Sums>
 Status LaunchSumOfRows(const char* name, const Sums& p, void* stream) {
   const ChannelThreads of(p.channels);
