@@ -254,7 +254,7 @@ def _find(graph: Graph, reader: Reader, axes: Mapping[Var, int], position: int) 
     found = None
     value: Any = graph.eqns[position].outvars[0]
     while isinstance(value, Var):
-        layer = _ended(graph, reader, axes, value)
+        layer = _layer_with_result(graph, reader, axes, value)
         if layer is None or (layer.activation is None and found is not None):
             break
         found = layer
@@ -275,7 +275,9 @@ def _operand_beside_numbers(graph: Graph, value: Var) -> Var | None:
     return operands[0] if type_of(operands[0]).shape == type_of(value).shape else None
 
 
-def _ended(graph: Graph, reader: Reader, axes: Mapping[Var, int], value: Var) -> _Layer | None:
+def _layer_with_result(
+    graph: Graph, reader: Reader, axes: Mapping[Var, int], value: Var
+) -> _Layer | None:
     """The layer whose affine part has the result ``value``, or None."""
     if not is_float(getattr(type_of(value), "dtype", bool)) or len(type_of(value).shape) < 2:
         return None
@@ -393,11 +395,11 @@ def _activated(graph: Graph, operand: Var) -> tuple[Var, Callable[..., Any] | No
     ends: list[Var] = []
     while pending and len(reached) <= _LONGEST:
         position = pending.pop(0)
-        out = _of_operand(graph, position, operand, reached)
+        out = _elementwise_result(graph, position, operand, reached)
         if out is None:
             continue
         reached.append(out)
-        if _alone(graph, operand, reached, out):
+        if _has_no_other_reader(graph, operand, reached, out):
             ends.append(out)
         pending = sorted({*pending, *graph.uses(out)})
     for out in reversed(ends):
@@ -417,7 +419,9 @@ def _widened(graph: Graph, out: Var) -> bool:
     return type_of(made.invars[0]).dtype.itemsize < type_of(out).dtype.itemsize
 
 
-def _of_operand(graph: Graph, position: int, operand: Var, reached: Sequence[Var]) -> Var | None:
+def _elementwise_result(
+    graph: Graph, position: int, operand: Var, reached: Sequence[Var]
+) -> Var | None:
     """The result of an elementwise equation of ``reached`` variables and constants, or None."""
     eqn = graph.eqns[position]
     named = ELEMENTWISE | {*fuse_activations.CALLS, "and", "or", "not"}
@@ -432,7 +436,7 @@ def _of_operand(graph: Graph, position: int, operand: Var, reached: Sequence[Var
     return out
 
 
-def _alone(graph: Graph, operand: Var, reached: Sequence[Var], out: Var) -> bool:
+def _has_no_other_reader(graph: Graph, operand: Var, reached: Sequence[Var], out: Var) -> bool:
     """Whether no value between an operand and ``out`` has a reader outside this computation."""
     if not is_float(type_of(out).dtype):
         return False
@@ -463,7 +467,7 @@ def with_readers(eqns: Sequence[JaxprEqn], outvars: Sequence[Any]) -> list[Jaxpr
         if isinstance(form, Form):  # a kernel that writes a mask's bits reads the shortcut too
             arrays = eqn.invars[: form.arrays if form.block_end is None else form.summands]
         stored = all(in_memory(graph, a) for a in arrays)
-        stored = stored and bool(readers) and all(_stores(graph, r) for r in readers)
+        stored = stored and bool(readers) and all(_writes_gradient(graph, r) for r in readers)
         form = dataclasses.replace(form, stored=stored)
         z = eqn.outvars[0]
         uses = sorted(set(graph.uses(z)))
@@ -499,7 +503,7 @@ def _readers(graph: Graph, array: Var) -> list[tuple[int, Var]]:
     return found
 
 
-def _stores(graph: Graph, reader: tuple[int, Var]) -> bool:
+def _writes_gradient(graph: Graph, reader: tuple[int, Var]) -> bool:
     """Whether the gradient that a reader returns is written to memory."""
     position, array = reader
     eqn = graph.eqns[position]

@@ -58,13 +58,13 @@ def rewritten(eqns: Sequence[JaxprEqn], outvars: Sequence[Any]) -> list[JaxprEqn
                     read[atom] = written
     if len(read) < _FEWEST:
         return graph.eqns
-    behind = {atom: compat.variable(type_of(atom)) for atom in read}
+    computed = {atom: compat.variable(type_of(atom)) for atom in read}
     try:
-        calls = [call for part in _parts(read) for call in _call(graph, read, part, behind)]
+        calls = [call for part in _parts(read) for call in _call(graph, read, part, computed)]
     except (TypeError, ValueError, compat.ShardingTypeError):
         return graph.eqns
     rest = [
-        eqn.replace(invars=[behind.get(a, a) if isinstance(a, Var) else a for a in eqn.invars])
+        eqn.replace(invars=[computed.get(a, a) if isinstance(a, Var) else a for a in eqn.invars])
         if _reads_memory(eqn)
         else eqn
         for eqn in graph.eqns
@@ -197,9 +197,9 @@ def _parts(read: dict[Var, _Written]) -> list[list[Var]]:
 
 
 def _call(
-    graph: Graph, read: dict[Var, _Written], part: Sequence[Var], behind: dict[Var, Var]
+    graph: Graph, read: dict[Var, _Written], part: Sequence[Var], computed: dict[Var, Var]
 ) -> list[JaxprEqn]:
-    """The call that computes some atoms and writes them to the variables ``behind``."""
+    """The call that computes some atoms and writes them to the variables ``computed``."""
     operands = list(dict.fromkeys(a for atom in part for a in read[atom].operands))
     results = tuple(
         Result(
@@ -214,7 +214,7 @@ def _call(
     def call(*arrays: jax.Array) -> list[jax.Array]:
         return elementwise.elementwise(*arrays, results=results)
 
-    return traced(call, tuple(operands), [behind[atom] for atom in part], graph, 0)
+    return traced(call, tuple(operands), [computed[atom] for atom in part], graph, 0)
 
 
 def _reads_memory(eqn: JaxprEqn) -> bool:

@@ -86,7 +86,7 @@ def _readers(
     rank = len(type_of(value).shape)
     images = 0 if axis else 1
     labels = ("c" if i == axis else "n" if i == images else "s" for i in range(rank))
-    found = list(_behind(graph, value, tuple(labels), taken))
+    found = list(_readers_in_any_shape(graph, value, tuple(labels), taken))
     norm, parts = _norm(graph, type_of(value).size, found)
     others = {id(r.eqn): r for r in found if id(r.eqn) not in parts}.values()
     names = [norm]
@@ -96,7 +96,7 @@ def _readers(
     return [n for n in names if n], is_norm, is_norm or any(map(_elementwise, others))
 
 
-def _behind(
+def _readers_in_any_shape(
     graph: Graph, value: Var, labels: tuple[str, ...], taken: Collection[int]
 ) -> Iterator[_Reader]:
     """The readers of a value and of its reshaped or converted forms; for its square, reductions."""
@@ -106,11 +106,11 @@ def _behind(
             continue
         its_labels = _relabelled(eqn, labels)
         if its_labels is not None:
-            yield from _behind(graph, eqn.outvars[0], its_labels, taken)
+            yield from _readers_in_any_shape(graph, eqn.outvars[0], its_labels, taken)
             continue
         yield _Reader(eqn, value, labels)
         if _is_square(eqn):
-            squared = _behind(graph, eqn.outvars[0], labels, taken)
+            squared = _readers_in_any_shape(graph, eqn.outvars[0], labels, taken)
             yield from (r for r in squared if r.eqn.primitive.name in REDUCTIONS)
 
 
@@ -140,7 +140,9 @@ def _name(graph: Graph, eqn: JaxprEqn) -> str:
 def _is_mean(graph: Graph, total: JaxprEqn) -> bool:
     (out,) = total.outvars
     unlabelled = ("",) * len(type_of(out).shape)
-    return any(r.eqn.primitive.name == "div" for r in _behind(graph, out, unlabelled, ()))
+    return any(
+        r.eqn.primitive.name == "div" for r in _readers_in_any_shape(graph, out, unlabelled, ())
+    )
 
 
 # --- axes ---
@@ -193,16 +195,16 @@ def _norm(graph: Graph, size: int, readers: Sequence[_Reader]) -> tuple[str, set
     Readers are given by the ``id`` of their equation. "" and no readers if there is no such layer.
     """
     reductions = [r for r in readers if r.eqn.primitive.name in REDUCTIONS]
-    operations, spread = _made_of([r.eqn.outvars[0] for r in reductions], graph, size)
+    operations, spread = _uses_of([r.eqn.outvars[0] for r in reductions], graph, size)
     given = (r for r in readers if r.eqn.outvars)  # a callback may have no result
     applied = [r for r in given if any(isinstance(a, Var) and a in spread for a in r.eqn.invars)]
     parts = {id(r.eqn) for r in (*reductions, *applied)}
     if not applied:
         return "", set()
     for reader in applied:  # the variance, after the mean was subtracted
-        centred = _behind(graph, reader.eqn.outvars[0], reader.labels, ())
+        centred = _readers_in_any_shape(graph, reader.eqn.outvars[0], reader.labels, ())
         again = [r.eqn.outvars[0] for r in centred if r.eqn.primitive.name in REDUCTIONS]
-        operations |= _made_of(again, graph, size)[0]
+        operations |= _uses_of(again, graph, size)[0]
     if operations & {"rsqrt", "sqrt"}:
         kinds = [kind for r in reductions if (kind := _kind_of_norm(r))]
         same = (r for r in readers if _is_square(r.eqn) or _is_scaled(graph, r.eqn, size))
@@ -224,7 +226,7 @@ def _is_scaled(graph: Graph, eqn: JaxprEqn, size: int) -> bool:
     return min(*factors, *(type_of(m.invars[0]).size for m in spread)) < size
 
 
-def _made_of(start: list[Any], graph: Graph, size: int) -> tuple[set[str], set[Any]]:
+def _uses_of(start: list[Any], graph: Graph, size: int) -> tuple[set[str], set[Any]]:
     """Follows small arrays, such as means, to their use on a large array.
 
     Args:
