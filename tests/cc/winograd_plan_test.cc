@@ -435,7 +435,7 @@ void TestFusedPlan() {
     return plan.microseconds;
   };
   const double fused = microseconds("2x2_pkf_shmem_16x32");
-  const double four_stages = microseconds("2x2_four_stage_64x64x64");
+  const double four_stages = microseconds("2x2_four_stage_128x128x64");
   Expect(fused < four_stages && four_stages < microseconds("2x2_elementwise_8x16"),
          "fused in front of four stages, element by element last");
 }
@@ -469,7 +469,7 @@ void TestSelection() {
   Selection refused;
   Expect(Select(layer, a100, "winograd_f4x3", &refused).ok() && refused.instance.empty(),
          "which takes wgmma");
-  const char* name = "fprop_winograd_f16_2x2_four_stage_64x64x64";
+  const char* name = "fprop_winograd_f16_4x4_four_stage_64x64x64";
   Expect(selected(name).instance == name, name);
   Selection none;
   Expect(Select(Parse(With("f3x3 o13x15", "f1x3 o15x15")), a100, "winograd_f4x4", &none).ok() &&

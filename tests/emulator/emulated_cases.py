@@ -527,7 +527,7 @@ CASES = list(cases())
 READERS = [
     next(n for n in host_build.forms() if n.startswith("fprop_winograd_") and part in n)
     for part in (
-        "_bf16_2x2_four_stage_64",
+        "_bf16_2x2_four_stage_128x128x64",
         "_f16_4x4_four_stage_64",
         "_bf16_6x6_four_stage_64",
         "_f16_4x3_",

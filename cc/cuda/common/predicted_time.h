@@ -60,6 +60,20 @@ std::string CalibrationOf(const Gpu& gpu);
 // The rule: what overlaps nothing, the longest of the other terms, and a share of the rest.
 double PredictedMicroseconds(const TimeTerms& terms, const FormTime& form);
 
+// The number of slices, 1 to `most`, of `blocks` k-blocks that is predicted to be fastest. All slices
+// but the last have the same length, and none is empty. terms(count): those of so many slices.
+template <typename Terms>
+int64_t FastestSlices(int64_t most, int64_t blocks, const FormTime& form, Terms terms) {
+  int64_t fastest = 1;
+  double least = PredictedMicroseconds(terms(1), form);
+  for (int64_t count = 2; count <= most; ++count) {
+    if (CeilDiv(blocks, CeilDiv(blocks, count)) != count) continue;
+    const double microseconds = PredictedMicroseconds(terms(count), form);
+    if (microseconds < least) least = microseconds, fastest = count;
+  }
+  return fastest;
+}
+
 }  // namespace jaxconv
 
 #endif  // JAXCONV_CUDA_COMMON_PREDICTED_TIME_H_

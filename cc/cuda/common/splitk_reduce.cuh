@@ -16,6 +16,7 @@
 
 #include "cuda/common/element.cuh"
 #include "cuda/common/epilogue.cuh"
+#include "cuda/common/kernel.h"
 #include "cuda/common/launch.cuh"
 #include "cuda/common/splitk_reduce.h"
 
@@ -143,6 +144,28 @@ Status ReduceSlices(const float* partial, int64_t elements, int64_t slices, int6
     return LaunchFusedSplitkReduce(partial, elements, slices, channels, epilogue, out, out_dtype,
                                    stream);
   }
+}
+
+// Launches an implicit GEMM by launch(config, params), and the reduction if the plan has slices.
+template <class Tag, class LaunchParams, typename LaunchGemm>
+Status LaunchSlices(const Plan& plan, const Operands& operands, size_t shared_bytes, void* stream,
+                    LaunchGemm launch_gemm) {
+  const auto& launch = plan.As<LaunchParams>();
+  auto params = launch.kernel;
+  const bool split = params.slice_elements > 0;
+  params.a = operands.lhs;
+  params.b = operands.rhs;
+  params.out = split ? operands.workspace : operands.out;
+  BindEpilogue(operands, &params.epilogue);
+  LaunchConfig config;
+  config.grid = static_cast<unsigned>(launch.ctas);
+  config.threads = Tag::Tile::kThreads;
+  config.shared_bytes = shared_bytes;
+  JAXCONV_RETURN_IF_ERROR(launch_gemm(config, params));
+  if (!split) return {};
+  return ReduceSlices<typename Tag::Epilogue>(
+      static_cast<const float*>(operands.workspace), params.slice_elements, plan.slices,
+      params.gemm.out_channels, params.epilogue, operands.out, launch.out_dtype, stream);
 }
 
 }  // namespace jaxconv

@@ -38,11 +38,10 @@ struct TmaInstance : Instance {
   }
 };
 
-// A warp's issue slots for an item, for 16 bytes of a box and for an output, latencies included;
-// for an output where TMA copies the boxes, and where dy is spread. Fitted to 165 times of this
-// family on an H200 (docs/notes/depthwise.md).
-constexpr double kItemSlots = 190, kCopySlots = 42, kStoreSlots = 20;
-constexpr double kTmaStoreSlots = 5, kTmaSpreadStoreSlots = 11;
+// A warp's issue slots for an item, for 16 bytes of a box and for an output, latencies included, and
+// for an output where TMA copies the boxes. Fitted to 165 times of this family on an H200
+// (docs/notes/depthwise.md).
+constexpr double kItemSlots = 190, kCopySlots = 42, kStoreSlots = 20, kTmaStoreSlots = 5;
 
 // The cost of tiles that hold a part of a pixel's channels: memory moves 64 bytes at a time and
 // caches lines of 128, which such tiles share. Shares of the store time and of the load time,
@@ -208,9 +207,7 @@ double SlotsOfStep(const Instance& instance, const Params& params, int64_t stage
   const double multiplications =
       outputs * vec * static_cast<double>(instance.filter_rows * instance.filter_columns) /
       static_cast<double>(spread * spread);
-  const double stored = outputs * (!instance.tma ? kStoreSlots
-                                   : spread > 1  ? kTmaSpreadStoreSlots
-                                                 : kTmaStoreSlots);
+  const double stored = outputs * (instance.tma ? kTmaStoreSlots : kStoreSlots);
   return item + window * (1 + vec) + multiplications + (wgrad ? 0 : stored);
 }
 

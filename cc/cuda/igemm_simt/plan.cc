@@ -151,24 +151,13 @@ Status MakePlan(const KernelDesc& kernel, const ConvProblem& problem, const Gpu&
   };
   plan->form = FormTimeOf("igemm_simt", OperationsName(problem),
                           OperandsName(problem, /*tf32=*/false, /*three_tf32=*/false));
-  auto predict = [&](int64_t count) { return PredictedMicroseconds(terms(count), plan->form); };
-  plan->slices = slices == 0 ? 1 : slices;
-  plan->microseconds = predict(plan->slices);
-  if (slices == 0 && wgrad) {
-    const int64_t most =
-        std::min({blocks / kMinBlocksPerSlice, kMaxWorkspaceBytes / WorkspaceBytes(problem, 2) * 2,
-                  kMaxSlices, kMaxCtas / tiles});
-    for (int64_t count = 2; count <= most; ++count) {
-      // All slices but the last must have the same length, and none may be empty.
-      if (CeilDiv(blocks, CeilDiv(blocks, count)) != count) continue;
-      const double microseconds = predict(count);
-      if (microseconds < plan->microseconds) {
-        plan->microseconds = microseconds;
-        plan->slices = count;
-      }
-    }
-  }
+  const int64_t most = wgrad ? std::min({blocks / kMinBlocksPerSlice,
+                                         kMaxWorkspaceBytes / WorkspaceBytes(problem, 2) * 2,
+                                         kMaxSlices, kMaxCtas / tiles})
+                             : 1;
+  plan->slices = slices == 0 ? FastestSlices(most, blocks, plan->form, terms) : slices;
   plan->terms = terms(plan->slices);
+  plan->microseconds = PredictedMicroseconds(plan->terms, plan->form);
   params.out_is_f32 = plan->slices > 1 || problem.output_dtype() == DType::kF32;
   params.epilogue = EpilogueParams(problem.epilogue);
   params.n_tiles = FastDivmod(n_tiles);

@@ -146,22 +146,11 @@ struct TwoStage {
 
   template <class Tag>
   static Status Launch(const Plan& plan, const Operands& operands, void* stream) {
-    const auto& launch = plan.As<LaunchParams>();
-    Params params = launch.kernel;
-    const bool split = params.slice_elements > 0;
-    params.a = operands.lhs;
-    params.b = operands.rhs;
-    params.out = split ? operands.workspace : operands.out;
-    BindEpilogue(operands, &params.epilogue);
-    LaunchConfig config;
-    config.grid = static_cast<unsigned>(launch.ctas);
-    config.threads = Tile::kThreads;
-    JAXCONV_RETURN_IF_ERROR(
-        jaxconv::Launch<TwoStageKernel<Tag>>(plan.kernel->name, config, stream, params));
-    if (!split) return {};
-    return ReduceSlices<typename Tag::Epilogue>(
-        static_cast<const float*>(operands.workspace), params.slice_elements, plan.slices,
-        params.gemm.out_channels, params.epilogue, operands.out, launch.out_dtype, stream);
+    return LaunchSlices<Tag, LaunchParams>(plan, operands, /*shared_bytes=*/0, stream,
+                                           [&](const LaunchConfig& config, const Params& params) {
+                                             return jaxconv::Launch<TwoStageKernel<Tag>>(
+                                                 plan.kernel->name, config, stream, params);
+                                           });
   }
 };
 

@@ -32,10 +32,9 @@
 #ifndef JAXCONV_CUDA_IGEMM_WGMMA_COOPERATIVE_SM90_CUH_
 #define JAXCONV_CUDA_IGEMM_WGMMA_COOPERATIVE_SM90_CUH_
 
-#include "cuda/common/element.cuh"
 #include "cuda/common/epilogue.cuh"
-#include "cuda/igemm_wgmma/launch_sm90.cuh"
 #include "cuda/igemm_wgmma/mainloop_sm90.cuh"
+#include "cuda/igemm_wgmma/ring_form_sm90.cuh"
 #include "cuda/igemm_wgmma/store_tile_sm90.cuh"
 #include "cuda/igemm_wgmma/tile_walk.cuh"
 #include "cuda/igemm_wgmma/wgmma_tile_sm90.cuh"
@@ -113,49 +112,15 @@ __device__ __forceinline__ void ConsumeCooperative(const Params& params, uint32_
   }
 }
 
-template <class Tag>
-__global__ void __launch_bounds__(Tag::kThreads, 1)
-    CooperativeKernel(const __grid_constant__ Params params, const __grid_constant__ Maps maps) {
-  using Tile = typename Tag::Tile;
-  using T = typename ElementOf<Tag::kType>::Type;
-  extern __shared__ __align__(1024) unsigned char dynamic[];
-  __shared__ __align__(8) uint64_t barrier_words[Barriers<Tile>::kCount];
-  const uint32_t ring = (SharedAddress(dynamic) + 1023) & ~1023u;
-  const Barriers<Tile> barriers{SharedAddress(barrier_words)};
-  if (threadIdx.x == 0) {
-    barriers.Init(Tile::kWarpgroups);
-    PrefetchTensorMap(&maps.a[0]);
-    PrefetchTensorMap(&maps.b);
-  }
-  __syncthreads();
-  const int warpgroup = __shfl_sync(0xffffffff, threadIdx.x / 128, 0);
-  if (warpgroup == 0) {
-    LowerRegisters<Tile::kProducerRegisters>();
-    if (__shfl_sync(0xffffffff, threadIdx.x / 32, 0) == 0 && ElectOne()) {
-      Tag::Produce(params, maps, ring, barriers);
-    }
-  } else {
-    RaiseRegisters<Tile::kConsumerRegisters>();
-    WaitForInputs();
-    ConsumeCooperative<Tag::kOp, T, Tile, typename Tag::Epilogue>(params, ring, barriers,
-                                                                  warpgroup - 1);
-  }
-}
-
-template <Op kOp_, DType kType_, int kWarpgroups, int kBlocks, int kN0, int kN1, int kStages>
-struct Cooperative : WgmmaTile<kWarpgroups, false, kBlocks, kN0, kN1, kStages> {
-  static constexpr Op kOp = kOp_;
-  static constexpr DType kType = kType_;
-  using Tile = WgmmaTile<kWarpgroups, false, kBlocks, kN0, kN1, kStages>;
-  using Epilogue = PlainEpilogue;
-
-  static __device__ __forceinline__ void Produce(const Params& params, const Maps& maps,
-                                                 uint32_t ring, const Barriers<Tile>& barriers) {
-    ProduceStages<kOp, typename ElementOf<kType>::Type>(params, maps, ring, barriers);
-  }
-  template <class Tag>
-  static Status Launch(const Plan& plan, const Operands& operands, void* stream) {
-    return LaunchForm<CooperativeKernel<Tag>, Tag>(plan, operands, stream);
+template <Op kOp, DType kType, int kWarpgroups, int kBlocks, int kN0, int kN1, int kStages>
+struct Cooperative
+    : RingForm<kOp, kType, WgmmaTile<kWarpgroups, false, kBlocks, kN0, kN1, kStages>> {
+  template <class Tag, bool /*kCounts*/>
+  static __device__ __forceinline__ void Consume(const Params& params, uint32_t ring,
+                                                 const Barriers<typename Tag::Tile>& barriers,
+                                                 int warpgroup) {
+    ConsumeCooperative<kOp, typename Tag::T, typename Tag::Tile, typename Tag::Epilogue>(
+        params, ring, barriers, warpgroup - 1);
   }
 };
 

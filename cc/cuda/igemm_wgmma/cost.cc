@@ -163,7 +163,7 @@ TimeTerms TermsOf(const Instance& instance, const ConvProblem& problem, const Ge
       (stationary ? 0 : filters * columns * few * kSharedRowShare * RowCycles(traffic.pitch_b));
   // One box of B for every 64 columns, but a single box of dy in TF32 wgrad (in filter-row one for
   // every 32); wgrad also loads one box of x for every channel block of the tile, or in TF32 all
-  // blocks of a 1x1 layer by one copy (LoadsAllRows in wgrad_mma_sync_sm90.cuh).
+  // blocks of a 1x1 layer by one copy (LoadsAllRows in wgrad_boxes_sm90.cuh).
   double copies = stationary                 ? 0
                   : wgrad_filter_row && tf32 ? columns / 32
                   : wgrad && tf32            ? 1

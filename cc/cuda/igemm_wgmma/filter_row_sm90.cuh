@@ -31,9 +31,9 @@
 
 #include "cuda/common/element.cuh"
 #include "cuda/common/epilogue.cuh"
-#include "cuda/igemm_wgmma/launch_sm90.cuh"
 #include "cuda/igemm_wgmma/mainloop_sm90.cuh"
 #include "cuda/igemm_wgmma/pingpong_sm90.cuh"
+#include "cuda/igemm_wgmma/ring_form_sm90.cuh"
 #include "cuda/igemm_wgmma/swap_ab_tile_sm90.cuh"
 #include "cuda/igemm_wgmma/wgmma_tile_sm90.cuh"
 
@@ -171,52 +171,22 @@ __device__ __forceinline__ void ConsumeFilterRows(const Params& params, uint32_t
   }
 }
 
-template <class Tag>
-__global__ void __launch_bounds__(Tag::kThreads, 1)
-    FilterRowKernel(const __grid_constant__ Params params, const __grid_constant__ Maps maps) {
-  using Tile = typename Tag::Tile;
-  using T = typename ElementOf<Tag::kType>::Type;
-  extern __shared__ __align__(1024) unsigned char dynamic[];
-  __shared__ __align__(8) uint64_t barrier_words[Barriers<Tile>::kCount];
-  const uint32_t ring = (SharedAddress(dynamic) + 1023) & ~1023u;
-  const Barriers<Tile> barriers{SharedAddress(barrier_words)};
-  if (threadIdx.x == 0) {
-    barriers.Init(1);
-    PrefetchTensorMap(&maps.a[0]);
-    PrefetchTensorMap(&maps.b);
+template <Op kOp, DType kType, class Tile>
+struct FilterRowForm : RingForm<kOp, kType, Tile> {
+  static __device__ __forceinline__ void Produce(const Params& params, const Maps& maps,
+                                                 uint32_t ring, const Barriers<Tile>& barriers) {
+    ProduceFilterRows<kOp, typename ElementOf<kType>::Type>(params, maps, ring, barriers);
   }
-  __syncthreads();
-  const int warpgroup = __shfl_sync(0xffffffff, threadIdx.x / 128, 0);
-  if (warpgroup == 0) {
-    LowerRegisters<Tile::kProducerRegisters>();
-    if (__shfl_sync(0xffffffff, threadIdx.x / 32, 0) == 0 && ElectOne()) {
-      ProduceFilterRows<Tag::kOp, T>(params, maps, ring, barriers);
+  template <class Tag, bool kCounts>
+  static __device__ __forceinline__ void Consume(const Params& params, uint32_t ring,
+                                                 const Barriers<Tile>& barriers, int warpgroup) {
+    if (warpgroup == 1) {
+      ConsumeFilterRows<kOp, typename Tag::T, Tile, typename Tag::Epilogue, kCounts, 0>(
+          params, ring, barriers);
+    } else {
+      ConsumeFilterRows<kOp, typename Tag::T, Tile, typename Tag::Epilogue, kCounts, 1>(
+          params, ring, barriers);
     }
-  } else {
-    RaiseRegisters<Tile::kConsumerRegisters>();
-    WaitForInputs();
-    CountingOrNot<Tag::kOp, T, Tile, typename Tag::Epilogue>(params, [&](auto counts) {
-      if (warpgroup == 1) {
-        ConsumeFilterRows<Tag::kOp, T, Tile, typename Tag::Epilogue, counts.value, 0>(params, ring,
-                                                                                      barriers);
-      } else {
-        ConsumeFilterRows<Tag::kOp, T, Tile, typename Tag::Epilogue, counts.value, 1>(params, ring,
-                                                                                      barriers);
-      }
-    });
-  }
-}
-
-template <Op kOp_, DType kType_, class Tile_>
-struct FilterRowForm : Tile_ {
-  static constexpr Op kOp = kOp_;
-  static constexpr DType kType = kType_;
-  using Tile = Tile_;
-  using Epilogue = PlainEpilogue;
-
-  template <class Tag>
-  static Status Launch(const Plan& plan, const Operands& operands, void* stream) {
-    return LaunchForm<FilterRowKernel<Tag>, Tag>(plan, operands, stream);
   }
 };
 

@@ -30,10 +30,9 @@
 #ifndef JAXCONV_CUDA_IGEMM_WGMMA_PINGPONG_SM90_CUH_
 #define JAXCONV_CUDA_IGEMM_WGMMA_PINGPONG_SM90_CUH_
 
-#include "cuda/common/element.cuh"
 #include "cuda/common/epilogue.cuh"
-#include "cuda/igemm_wgmma/launch_sm90.cuh"
 #include "cuda/igemm_wgmma/mainloop_sm90.cuh"
+#include "cuda/igemm_wgmma/ring_form_sm90.cuh"
 #include "cuda/igemm_wgmma/statistics_sm90.cuh"
 #include "cuda/igemm_wgmma/store_swap_ab_sm90.cuh"
 #include "cuda/igemm_wgmma/store_tile_sm90.cuh"
@@ -138,56 +137,18 @@ __device__ __forceinline__ void ConsumePingpong(const Params& params, uint32_t r
   }
 }
 
-template <class Tag>
-__global__ void __launch_bounds__(Tag::kThreads, 1)
-    PingpongKernel(const __grid_constant__ Params params, const __grid_constant__ Maps maps) {
-  using Tile = typename Tag::Tile;
-  using T = typename ElementOf<Tag::kType>::Type;
-  extern __shared__ __align__(1024) unsigned char dynamic[];
-  __shared__ __align__(8) uint64_t barrier_words[Barriers<Tile>::kCount];
-  const uint32_t ring = (SharedAddress(dynamic) + 1023) & ~1023u;
-  const Barriers<Tile> barriers{SharedAddress(barrier_words)};
-  if (threadIdx.x == 0) {
-    barriers.Init(1);
-    PrefetchTensorMap(&maps.a[0]);
-    PrefetchTensorMap(&maps.b);
-  }
-  __syncthreads();
-  const int warpgroup = __shfl_sync(0xffffffff, threadIdx.x / 128, 0);
-  if (warpgroup == 0) {
-    LowerRegisters<Tile::kProducerRegisters>();
-    if (__shfl_sync(0xffffffff, threadIdx.x / 32, 0) == 0 && ElectOne()) {
-      Tag::Produce(params, maps, ring, barriers);
+template <Op kOp, DType kType, class Tile>
+struct PingpongForm : RingForm<kOp, kType, Tile> {
+  template <class Tag, bool kCounts>
+  static __device__ __forceinline__ void Consume(const Params& params, uint32_t ring,
+                                                 const Barriers<Tile>& barriers, int warpgroup) {
+    if (warpgroup == 1) {
+      ConsumePingpong<kOp, typename Tag::T, Tile, typename Tag::Epilogue, kCounts, 0>(params, ring,
+                                                                                      barriers);
+    } else {
+      ConsumePingpong<kOp, typename Tag::T, Tile, typename Tag::Epilogue, kCounts, 1>(params, ring,
+                                                                                      barriers);
     }
-  } else {
-    RaiseRegisters<Tile::kConsumerRegisters>();
-    WaitForInputs();
-    CountingOrNot<Tag::kOp, T, Tile, typename Tag::Epilogue>(params, [&](auto counts) {
-      if (warpgroup == 1) {
-        ConsumePingpong<Tag::kOp, T, Tile, typename Tag::Epilogue, counts.value, 0>(params, ring,
-                                                                                    barriers);
-      } else {
-        ConsumePingpong<Tag::kOp, T, Tile, typename Tag::Epilogue, counts.value, 1>(params, ring,
-                                                                                    barriers);
-      }
-    });
-  }
-}
-
-template <Op kOp_, DType kType_, class Tile_>
-struct PingpongForm : Tile_ {
-  static constexpr Op kOp = kOp_;
-  static constexpr DType kType = kType_;
-  using Tile = Tile_;
-  using Epilogue = PlainEpilogue;
-
-  static __device__ __forceinline__ void Produce(const Params& params, const Maps& maps,
-                                                 uint32_t ring, const Barriers<Tile>& barriers) {
-    ProduceStages<kOp, typename ElementOf<kType>::Type>(params, maps, ring, barriers);
-  }
-  template <class Tag>
-  static Status Launch(const Plan& plan, const Operands& operands, void* stream) {
-    return LaunchForm<PingpongKernel<Tag>, Tag>(plan, operands, stream);
   }
 };
 

@@ -32,8 +32,8 @@
 #include "cuda/common/epilogue.cuh"
 #include "cuda/common/ring_sm90.cuh"
 #include "cuda/common/split_tf32.cuh"
-#include "cuda/igemm_wgmma/launch_sm90.cuh"
 #include "cuda/igemm_wgmma/mainloop_sm90.cuh"
+#include "cuda/igemm_wgmma/ring_form_sm90.cuh"
 #include "cuda/igemm_wgmma/store_tile_sm90.cuh"
 #include "cuda/igemm_wgmma/wgmma_tile_sm90.cuh"
 #include "cuda/ptx/lane.cuh"
@@ -178,44 +178,21 @@ __device__ __forceinline__ void ConsumeThreeTf32(const Params& params, uint32_t 
   }
 }
 
-template <class Tag>
-__global__ void __launch_bounds__(Tag::kThreads, 1)
-    ThreeTf32Kernel(const __grid_constant__ Params params, const __grid_constant__ Maps maps) {
-  using Tile = typename Tag::Tile;
-  extern __shared__ __align__(1024) unsigned char dynamic[];
-  __shared__ __align__(8) uint64_t barrier_words[Barriers<Tile>::kCount];
-  const uint32_t ring = (SharedAddress(dynamic) + 1023) & ~1023u;
-  const Barriers<Tile> barriers{SharedAddress(barrier_words)};
-  if (threadIdx.x == 0) {
-    barriers.Init(Tile::kWarpgroups);
-    PrefetchTensorMap(&maps.a[0]);
-    PrefetchTensorMap(&maps.b);
-  }
-  __syncthreads();
-  const int warpgroup = __shfl_sync(0xffffffff, threadIdx.x / 128, 0);
-  if (warpgroup == 0) {
-    LowerRegisters<Tile::kProducerRegisters>();
-    if (__shfl_sync(0xffffffff, threadIdx.x / 32, 0) == 0 && ElectOne()) {
-      ProduceStages<Tag::kOp, float, Tile, /*kParts=*/2>(params, maps, ring, barriers);
-    }
-  } else {
-    RaiseRegisters<Tile::kConsumerRegisters>();
-    WaitForInputs();
-    ConsumeThreeTf32<Tag::kOp, Tile, typename Tag::Epilogue>(params, ring, barriers);
-  }
-}
-
-template <Op kOp_, DType kType_, int kWarpgroups, int kN, int kStages>
-struct ThreeTf32 : ThreeTf32Tile<kWarpgroups, kN, kStages> {
-  static constexpr Op kOp = kOp_;
-  static constexpr DType kType = kType_;
-  using Tile = ThreeTf32Tile<kWarpgroups, kN, kStages>;
-  using Epilogue = PlainEpilogue;
+template <Op kOp, DType kType, int kWarpgroups, int kN, int kStages>
+struct ThreeTf32
+    : RingForm<kOp, kType, ThreeTf32Tile<kWarpgroups, kN, kStages>, /*kWholeF32=*/true> {
   static_assert(kType == DType::kF32);
+  using Tile = ThreeTf32Tile<kWarpgroups, kN, kStages>;
 
-  template <class Tag>
-  static Status Launch(const Plan& plan, const Operands& operands, void* stream) {
-    return LaunchForm<ThreeTf32Kernel<Tag>, Tag, /*kWholeF32=*/true>(plan, operands, stream);
+  static __device__ __forceinline__ void Produce(const Params& params, const Maps& maps,
+                                                 uint32_t ring, const Barriers<Tile>& barriers) {
+    ProduceStages<kOp, float, Tile, /*kParts=*/2>(params, maps, ring, barriers);
+  }
+  template <class Tag, bool /*kCounts*/>
+  static __device__ __forceinline__ void Consume(const Params& params, uint32_t ring,
+                                                 const Barriers<Tile>& barriers,
+                                                 int /*warpgroup*/) {
+    ConsumeThreeTf32<kOp, Tile, typename Tag::Epilogue>(params, ring, barriers);
   }
 };
 

@@ -18,6 +18,7 @@
 #include "cuda/ptx/mma.cuh"
 #include "cuda/ptx/shared_memory.cuh"
 #include "cuda/ptx/tma_sm90.cuh"
+#include "cuda/ptx/wgmma_sm90.cuh"
 
 namespace jaxconv::igemm_wgmma {
 
@@ -38,15 +39,16 @@ struct RunOfKBlocks {
   }
 };
 
-// Makes rows along the reduction of the boxes of dy of every stage, by the last kWarps warps of a
-// warpgroup. A lane reads kEights times eight pixels of a column, all before it writes the first: a
+// Makes rows along the reduction of the boxes of dy of every stage, by the last kTransposers warps
+// of a warpgroup. A lane reads kEights times eight pixels of a column, all before it writes the first: a
 // read takes longer than the instructions of eight. store(words, row, chunk) writes eight to chunks
 // chunk[0] and chunk[1] of a row that begins at `row`. No read or write has bank conflicts.
 // k_blocks(place): the number of k-blocks of a tile. The rows of a box may lie in its place.
-template <class Tile, int kWarps, int kEights, typename KBlocks, typename Store>
+template <class Tile, int kEights, typename KBlocks, typename Store>
 __device__ __forceinline__ void TransposeColumns(const Params& params, uint32_t ring,
                                                  const Barriers<Tile>& barriers, KBlocks k_blocks,
                                                  Store store) {
+  constexpr int kWarps = Tile::kTransposers;
   constexpr int kJobsOfBox = Tile::kPixels / 8 / kEights;
   constexpr int kJobs = Tile::kTileN / 32 * kJobsOfBox;
   constexpr bool kInPlace = Tile::kRowsAt == Tile::kBytesA;
@@ -167,6 +169,61 @@ __device__ __forceinline__ void StoreWgradFragment(const Params& params, const T
   StoreWgradRows<kColumns, kWide>(
       params, place, sums, n, tap * params.row_channels + channel,
       m < params.residue_class[0].rows ? params.row_channels - channel : 0, epilogue);
+}
+
+// The kernel of these forms. kProducers threads take turns at k-blocks, one in each of the first
+// warps of warpgroup 0. kTransposers warps, if any, transpose dy: the other warps of warpgroup 0,
+// or warpgroup 1. The last warpgroups multiply.
+//
+// Full(s): TMA -> transposers and consumers. FullFilter(s): transposers -> consumers. Empty(s): every
+// consumer warp -> producers (the transposers have read a stage before it is multiplied).
+//
+// Tag: Tile, TensorMaps, Prefetch; Produce, called by one thread with its number; Transpose, by the
+// transposers; Consume<Tag>, by the consumers.
+template <class Tag>
+__global__ void __launch_bounds__(Tag::kThreads, 1)
+    WgradFragmentsKernel(const __grid_constant__ Params params,
+                         const __grid_constant__ typename Tag::TensorMaps maps) {
+  using Tile = typename Tag::Tile;
+  constexpr bool kTransposes = Tile::kTransposers > 0;
+  constexpr bool kBeside = kTransposes && Tile::kTransposers < 4;  // the producers' warps
+  extern __shared__ __align__(1024) unsigned char dynamic[];
+  const uint32_t ring = (SharedAddress(dynamic) + 1023) & ~1023u;
+  // Derived from the ring's base address: a second base address overflows the uniform registers.
+  const Barriers<Tile> barriers{ring};
+  static_assert(Barriers<Tile>::kCount * 8 <= Tile::kBarrierBytes);
+  if (threadIdx.x == 0) {
+    if constexpr (kTransposes) {
+      for (int s = 0; s < Tile::kStages; ++s) {
+        BarrierInit(barriers.Full(s), 1);
+        BarrierInit(barriers.Empty(s), Tile::kConsumerWarps);
+        BarrierInit(barriers.FullFilter(s), Tile::kTransposers);
+      }
+      BarrierInitFence();
+    } else {
+      barriers.Init(Tile::kConsumerWarps);
+    }
+    Tag::Prefetch(maps);
+  }
+  __syncthreads();
+  const int warpgroup = __shfl_sync(0xffffffff, threadIdx.x / 128, 0);
+  if (warpgroup == 0) {
+    LowerRegisters<Tile::kProducerRegisters>();
+    const int warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0);
+    if (kBeside && warp >= Tile::kProducers) {
+      if constexpr (kBeside) Tag::Transpose(params, ring, barriers);
+    } else if ((kBeside || (Tile::kProducers == 1 ? warp == 0 : warp < Tile::kProducers)) &&
+               ElectOne()) {
+      Tag::Produce(params, maps, ring, barriers, Tile::kProducers == 1 ? 0 : warp);
+    }
+  } else if (kTransposes && !kBeside && warpgroup == 1) {
+    LowerRegisters<Tile::kProducerRegisters>();
+    if constexpr (kTransposes) Tag::Transpose(params, ring, barriers);
+  } else {
+    RaiseRegisters<Tile::kConsumerRegisters>();
+    WaitForInputs();
+    Tag::template Consume<Tag>(params, ring, barriers);
+  }
 }
 
 }  // namespace jaxconv::igemm_wgmma

@@ -17,23 +17,22 @@
 //     producer warpgroup   one thread. A k-block is 32 pixels: for each 32 channels of the tile's
 //                          rows one im2col box of x under its tap, and one box with all columns of
 //                          dy
-//     consumers            8 warps of 64x64 (128x64: of 32x32), which all read every stage
+//     consumers            8 warps of 32x32, which all read every stage
 //
-// Shared memory of 128x256: barriers and the producer's list of boxes in 1 KB, 4 stages of (16 +
-// 32) KB. Registers: producer 56, consumers 224, of which 128 accumulators and two sets of
-// fragments. Full(s), Empty(s): as in cooperative_sm90.cuh, with an arrival of every consumer warp.
-// Persistent; split-K as in wgrad_sm90.cuh.
+// Shared memory: barriers and the producer's list of boxes in 1 KB, 8 stages of (16 + 8) KB.
+// Registers: producer 56, consumers 224, of which 32 accumulators and two sets of fragments.
+// Barriers: WgradFragmentsKernel. Persistent; split-K as in wgrad_sm90.cuh.
 //
 // Refused, beside what wgrad_sm90.cuh refuses: K / groups that is not a multiple of 32.
 #ifndef JAXCONV_CUDA_IGEMM_WGMMA_WGRAD_MMA_SYNC_SM90_CUH_
 #define JAXCONV_CUDA_IGEMM_WGMMA_WGRAD_MMA_SYNC_SM90_CUH_
 
+#include <cstdint>
+
 #include "cuda/common/epilogue.cuh"
 #include "cuda/common/ring_sm90.cuh"
-#include "cuda/common/tensor_map.h"
-#include "cuda/igemm_wgmma/launch_sm90.cuh"
-#include "cuda/igemm_wgmma/loads_sm90.cuh"
 #include "cuda/igemm_wgmma/tile_walk.cuh"
+#include "cuda/igemm_wgmma/wgrad_boxes_sm90.cuh"
 #include "cuda/igemm_wgmma/wgrad_fragments_sm90.cuh"
 #include "cuda/ptx/mma.cuh"
 #include "cuda/ptx/shared_memory.cuh"
@@ -42,23 +41,11 @@ namespace jaxconv::igemm_wgmma {
 
 // kWarpsM x kWarpsN warps of kWarpM x kWarpN, two consumer warpgroups in all.
 template <int kWarpsM_, int kWarpsN_, int kWarpM_, int kWarpN_, int kStages_>
-struct MmaSyncTile {
-  static constexpr int kWarpgroups = 2;
-  static constexpr int kFilterSlots = 0, kStationary = 0;
+struct MmaSyncTile
+    : WgradBoxesTile<kWarpsM_ * kWarpM_, kWarpsN_ * kWarpN_, kStages_, /*kProducers=*/1> {
+  using Base = WgradBoxesTile<kWarpsM_ * kWarpM_, kWarpsN_ * kWarpN_, kStages_, 1>;
+  static_assert(kWarpsM_ * kWarpsN_ == Base::kConsumerWarps);
   static constexpr int kWarpsN = kWarpsN_, kWarpM = kWarpM_, kWarpN = kWarpN_;
-  static_assert(kWarpsM_ * kWarpsN_ == kWarpgroups * 4);
-  static constexpr int kTileM = kWarpsM_ * kWarpM, kTileN = kWarpsN * kWarpN;
-  static constexpr int kThreads = (kWarpgroups + 1) * 128;
-  static constexpr int kStages = kStages_;
-  static constexpr int kPixels = 32;               // of a k-block
-  static constexpr int kBoxBytes = kPixels * 128;  // of 32 channels
-  static constexpr int kBytesA = kTileM / 32 * kBoxBytes, kBytesB = kTileN / 32 * kBoxBytes;
-  static constexpr int kStageBytes = kBytesA + kBytesB;
-  static constexpr int kBoxesAt = 512;  // the producer's list of boxes; in front of it, barriers
-  static constexpr int kRingAt = 1024;
-  // 1024 more to align the ring.
-  static constexpr int kSharedBytes = kRingAt + kStages * kStageBytes + 1024;
-  static_assert(kSharedBytes + 1024 <= 232448, "227 KB a CTA, barriers among them");
   static constexpr int kProducerRegisters = 56, kConsumerRegisters = 224;
   static constexpr int kInstructions = 4;  // along the reduction of a stage
 
@@ -82,13 +69,13 @@ struct MmaSyncTile {
     for (int half = 0; half < 2; ++half) {
 #pragma unroll
       for (int i = 0; i < kWarpM / 16; ++i) {
-        LoadPair((a[half] ^ (i % 2 * 64)) + stage + i / 2 * kBoxBytes + step * 1024,
+        LoadPair((a[half] ^ (i % 2 * 64)) + stage + i / 2 * Base::kBoxBytes + step * 1024,
                  &to.a[i][2 * half], &to.a[i][2 * half + 1]);
       }
 #pragma unroll
       for (int j = 0; j < kWarpN / 8; ++j) {
         to.b[j][half] =
-            LoadWord((b[half] ^ (j % 4 * 32)) + stage + j / 4 * kBoxBytes + step * 1024);
+            LoadWord((b[half] ^ (j % 4 * 32)) + stage + j / 4 * Base::kBoxBytes + step * 1024);
       }
     }
   }
@@ -105,77 +92,6 @@ struct MmaSyncTile {
     }
   }
 };
-
-// Whether one copy brings all rows of a k-block of x: the blocks of 32 channels are then a dimension
-// of the tensor map, as those of dy are.
-__host__ __device__ inline bool LoadsAllRows(const Params& params) {
-  return params.rank == 0 && params.row_channels % 32 == 0;
-}
-
-// A producer, one thread. A tile's rows are boxes from the list of taps x channel blocks. The boxes'
-// coordinates lie in shared memory, because registers would spill. kProducers take turns at
-// k-blocks; this one's next is `turn` k-blocks ahead.
-template <class Tile, int kProducers = 1>
-__device__ __forceinline__ void ProduceMmaSyncStages(const Params& params, const Maps& maps,
-                                                     uint32_t ring, const Barriers<Tile>& barriers,
-                                                     int turn = 0) {
-  constexpr int kBoxesA = Tile::kTileM / 32;
-  static_assert(Tile::kBoxesAt + kProducers * kBoxesA * 16 <= Tile::kRingAt);
-  const uint32_t list = ring + Tile::kBoxesAt + turn * kBoxesA * 16;
-  const bool all_rows = LoadsAllRows(params);
-  const ResidueClass& of = params.residue_class[0];
-  const CUtensorMap* map_a = &maps.a[0];
-  RingPlace<Tile::kStages> stage;
-  for (int32_t index = blockIdx.x; index < params.tiles; index += gridDim.x) {
-    const TilePlace place(params, index);
-    const int32_t k_block_of_dy = (place.group * params.b_group + place.n_tile * Tile::kTileN) / 32;
-    const int boxes =
-        min(kBoxesA, params.filter_taps * static_cast<int32_t>(params.channel_blocks.divisor) -
-                         place.m_tile * kBoxesA);
-    for (int i = 0; i < boxes; ++i) {
-      int32_t tap, channel_block;
-      params.channel_blocks.Divmod(place.m_tile * kBoxesA + i, &tap, &channel_block);
-      const int32_t t1 = tap / of.taps[0];
-      const uint32_t box[4] = {
-          static_cast<uint32_t>(place.group * params.a_group + channel_block * 32),
-          static_cast<uint32_t>(of.offset0[0] + (tap - t1 * of.taps[0]) * of.offset_step[0]),
-          static_cast<uint32_t>(of.offset0[1] + t1 % of.taps[1] * of.offset_step[1]),
-          static_cast<uint32_t>(of.offset0[2] + t1 / of.taps[1] * of.offset_step[2])};
-      StoreChunk(list + i * 16, box);
-    }
-    const int32_t first = place.slice * params.k_blocks_per_slice;
-    const int32_t k_blocks = min(params.k_blocks_per_slice, of.k_blocks - first);
-    WaitForPrecedingGrids();
-    for (int32_t k_block = 0; k_block < k_blocks; ++k_block) {
-      if (turn > 0) {
-        --turn;
-        stage.Next();
-        continue;
-      }
-      turn = kProducers - 1;
-      const int32_t pixel = (first + k_block) * Tile::kPixels;
-      const PixelPlace at(params, of, pixel, params.pixels, place.batch);
-      BarrierWait(barriers.Empty(stage.slot), stage.parity ^ 1);
-      const uint32_t barrier = barriers.Full(stage.slot);
-      const uint32_t shared = ring + Tile::kRingAt + stage.slot * Tile::kStageBytes;
-      BarrierArriveExpect(barrier, (all_rows ? kBoxesA : boxes) * Tile::kBoxBytes + Tile::kBytesB);
-      CopyTile4d(shared + Tile::kBytesA, &maps.b, barrier, 0, pixel, k_block_of_dy, place.batch);
-      if (all_rows) {
-        CopyTile3d(shared, map_a, barrier, 0, at.x,
-                   place.group * (params.a_group / 32) + place.m_tile * kBoxesA);
-        stage.Next();
-        continue;
-      }
-#pragma unroll 1
-      for (int i = 0; i < boxes; ++i) {
-        const uint4 box = LoadChunk(list + i * 16);
-        LoadBox(params.rank, shared + i * Tile::kBoxBytes, map_a, barrier,
-                static_cast<int32_t>(box.x), at, box.y, box.z, box.w);
-      }
-      stage.Next();
-    }
-  }
-}
 
 // The consumer warps; each works on every stage. They read the fragments of one instruction (8 of
 // the reduction) while they multiply those of the previous one, across stage boundaries too.
@@ -235,90 +151,15 @@ __device__ __forceinline__ void ConsumeMmaSyncStages(const Params& params, uint3
   }
 }
 
-template <class Tag>
-__global__ void __launch_bounds__(Tag::kThreads, 1)
-    WgradMmaSyncKernel(const __grid_constant__ Params params, const __grid_constant__ Maps maps) {
-  using Tile = typename Tag::Tile;
-  extern __shared__ __align__(1024) unsigned char dynamic[];
-  const uint32_t ring = (SharedAddress(dynamic) + 1023) & ~1023u;
-  // Derived from the ring's base address: a second base address overflows the uniform registers.
-  const Barriers<Tile> barriers{ring};
-  static_assert(Barriers<Tile>::kCount * 8 <= Tile::kBoxesAt);
-  if (threadIdx.x == 0) {
-    barriers.Init(Tile::kWarpgroups * 4);
-    PrefetchTensorMap(&maps.a[0]);
-    PrefetchTensorMap(&maps.b);
-  }
-  __syncthreads();
-  const int warpgroup = __shfl_sync(0xffffffff, threadIdx.x / 128, 0);
-  if (warpgroup == 0) {
-    LowerRegisters<Tile::kProducerRegisters>();
-    if (__shfl_sync(0xffffffff, threadIdx.x / 32, 0) == 0 && ElectOne()) {
-      ProduceMmaSyncStages(params, maps, ring, barriers);
-    }
-  } else {
-    RaiseRegisters<Tile::kConsumerRegisters>();
-    WaitForInputs();
-    ConsumeMmaSyncStages<Tile, typename Tag::Epilogue>(params, ring, barriers);
-  }
-}
-
-// Launches with tensor maps of the boxes of x and of dy that the producer loads.
-template <auto kKernel, class Tag, bool kWholeF32>
-Status LaunchWgradBoxes(const Plan& plan, const Operands& operands, void* stream) {
-  return LaunchWithMaps<kKernel, Tag, Maps>(
-      plan, operands, stream, /*overlaps=*/true,
-      [](const LaunchParams& launch, const Params& params, const void* a, const void* b,
-         Maps* maps) {
-        using Tile = typename Tag::Tile;
-        if (LoadsAllRows(params)) {
-          // x as (blocks of 32 channels, pixels, channels).
-          DenseTensor x;
-          x.dtype = Tag::kType;
-          x.whole_f32 = kWholeF32;
-          x.rank = 3;
-          x.address = a;
-          x.extent[0] = 32;
-          x.extent[1] =
-              launch.a_images * launch.a_extent[0] * launch.a_extent[1] * launch.a_extent[2];
-          x.extent[2] = launch.a_channels / 32;
-          x.stride[1] = launch.a_channels;
-          x.stride[2] = 32;
-          const int32_t box[3] = {32, Tile::kPixels, Tile::kTileM / 32};
-          JAXCONV_RETURN_IF_ERROR(EncodeTiledMap(x, box, &maps->a[0]));
-        } else {
-          JAXCONV_RETURN_IF_ERROR(
-              EncodeActivations(launch, Tag::kType, a, Tile::kPixels, maps, kWholeF32));
-        }
-        // dy as (batch, blocks of 32 columns, pixels, columns): one copy loads a tile's boxes.
-        DenseTensor dy;
-        dy.dtype = Tag::kType;
-        dy.whole_f32 = kWholeF32;
-        dy.rank = 4;
-        dy.address = b;
-        dy.extent[0] = 32;
-        dy.extent[1] = launch.b_rows;
-        dy.extent[2] = launch.b_columns / 32;
-        dy.extent[3] = launch.b_taps;
-        dy.stride[1] = launch.b_columns;
-        dy.stride[2] = 32;
-        dy.stride[3] = launch.b_rows * launch.b_columns;
-        const int32_t box[4] = {32, Tile::kPixels, Tile::kTileN / 32, 1};
-        return EncodeTiledMap(dy, box, &maps->b);
-      });
-}
-
-template <Op kOp, DType kType_, int kWarpsM, int kWarpsN, int kWarpM, int kWarpN, int kStages>
-struct WgradMmaSync : MmaSyncTile<kWarpsM, kWarpsN, kWarpM, kWarpN, kStages> {
-  static_assert(kOp == Op::kWgrad && kType_ == DType::kF32);
-  static constexpr DType kType = kType_;
+template <Op kOp, DType kType, int kWarpsM, int kWarpsN, int kWarpM, int kWarpN, int kStages>
+struct WgradMmaSync
+    : WgradBoxesForm<kOp, kType, MmaSyncTile<kWarpsM, kWarpsN, kWarpM, kWarpN, kStages>> {
   using Tile = MmaSyncTile<kWarpsM, kWarpsN, kWarpM, kWarpN, kStages>;
-  using Epilogue = PlainEpilogue;
 
   template <class Tag>
-  static Status Launch(const Plan& plan, const Operands& operands, void* stream) {
-    return LaunchWgradBoxes<WgradMmaSyncKernel<Tag>, Tag, /*kWholeF32=*/false>(plan, operands,
-                                                                               stream);
+  static __device__ __forceinline__ void Consume(const Params& params, uint32_t ring,
+                                                 const Barriers<Tile>& barriers) {
+    ConsumeMmaSyncStages<Tile, typename Tag::Epilogue>(params, ring, barriers);
   }
 };
 

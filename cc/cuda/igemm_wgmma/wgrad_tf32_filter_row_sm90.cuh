@@ -13,11 +13,10 @@
 //     transposers  two warps: dy -> rows along the reduction
 //     consumers    three warpgroups, one for each unit: 3 taps x 64 channels x 64 of K
 //
-// Full(s): TMA -> transposers and consumers. FullFilter(s): transposers -> consumers. Empty(s):
-// consumers -> producers (the transposers have read a stage before it is multiplied). Shared memory:
-// barriers in 1 KB, 4 stages of (3 x 10 + 8 + 8) KB. Registers: producers and transposers 56,
-// consumers 152, of which 96 accumulators and 16 fragments (or 24). Persistent; split-K and refusals
-// as in wgrad_filter_row_sm90.cuh, and K / groups that is not a multiple of 32.
+// Barriers: WgradFragmentsKernel. Shared memory: barriers in 1 KB, 4 stages of (3 x 10 + 8 + 8) KB.
+// Registers: producers and transposers 56, consumers 152, of which 96 accumulators and 16 fragments
+// (or 24). Persistent; split-K and refusals as in wgrad_filter_row_sm90.cuh, and K / groups that is not a
+// multiple of 32.
 #ifndef JAXCONV_CUDA_IGEMM_WGMMA_WGRAD_TF32_FILTER_ROW_SM90_CUH_
 #define JAXCONV_CUDA_IGEMM_WGMMA_WGRAD_TF32_FILTER_ROW_SM90_CUH_
 
@@ -31,17 +30,17 @@ namespace jaxconv::igemm_wgmma {
 template <int kStages_>
 struct WgradTf32FilterRowTile {
   static constexpr int kStages = kStages_, kFilterSlots = kStages_, kStationary = 0;
-  static constexpr int kUnits = kTf32WgradRowUnits, kProducers = 2;
+  static constexpr int kUnits = kTf32WgradRowUnits, kProducers = 2, kTransposers = 2;
   static constexpr int kUnitRows = kWgradRowTaps * 64;
   static constexpr int kTileM = kUnits * kUnitRows, kTileN = 64;
-  static constexpr int kThreads = (kUnits + 1) * 128;
+  static constexpr int kThreads = (kUnits + 1) * 128, kConsumerWarps = kUnits * 4;
   static constexpr int kPixels = kTf32WgradRowPixels;
   static constexpr int kBoxBytesX = (kPixels + kMaxSpan) * 128;
   static constexpr int kBoxBytes = kPixels * 128;  // of dy
   static constexpr int kBytesA = kUnits * 2 * kBoxBytesX, kBytesB = 2 * kBoxBytes;
   static constexpr int kRowsAt = kBytesA + kBytesB;  // the transposed dy
   static constexpr int kStageBytes = kRowsAt + kTileN * 128;
-  static constexpr int kRingAt = 1024;
+  static constexpr int kRingAt = 1024, kBarrierBytes = kRingAt;
   // 1024 more to align the ring.
   static constexpr int kSharedBytes = kRingAt + kStages * kStageBytes + 1024;
   static_assert(kSharedBytes + 1024 <= 232448, "227 KB a CTA, barriers among them");
@@ -207,56 +206,39 @@ __device__ __forceinline__ void ConsumeTf32FilterRows(const Params& params, uint
   }
 }
 
-template <class Tag>
-__global__ void __launch_bounds__(Tag::kThreads, 1)
-    WgradTf32FilterRowKernel(const __grid_constant__ Params params,
-                             const __grid_constant__ WgradFilterRowMaps maps) {
-  using Tile = typename Tag::Tile;
-  extern __shared__ __align__(1024) unsigned char dynamic[];
-  const uint32_t ring = (SharedAddress(dynamic) + 1023) & ~1023u;
-  const Barriers<Tile> barriers{ring};
-  static_assert(Barriers<Tile>::kCount * 8 <= Tile::kRingAt);
-  if (threadIdx.x == 0) {
-    for (int s = 0; s < Tile::kStages; ++s) {
-      BarrierInit(barriers.Full(s), 1);
-      BarrierInit(barriers.Empty(s), Tile::kUnits * 4);
-      BarrierInit(barriers.FullFilter(s), 4 - Tile::kProducers);  // the transposers' warps
-    }
-    BarrierInitFence();
-    PrefetchTensorMap(&maps.x);
-    PrefetchTensorMap(&maps.dy);
-  }
-  __syncthreads();
-  if (__shfl_sync(0xffffffff, threadIdx.x / 128, 0) == 0) {
-    LowerRegisters<Tile::kProducerRegisters>();
-    const int warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0);
-    if (warp >= Tile::kProducers) {
-      TransposeColumns<Tile, 4 - Tile::kProducers, 2>(params, ring, barriers,
-                                                      RoundRobinKBlocks{params}, StoreColumn());
-    } else if (ElectOne()) {
-      ProduceTf32FilterRows(params, maps, ring, barriers, warp);
-    }
-  } else {
-    RaiseRegisters<Tile::kConsumerRegisters>();
-    WaitForInputs();
-    if (params.residue_class[0].offset_step[0] == 1) {
-      ConsumeTf32FilterRows<Tile, typename Tag::Epilogue, true>(params, ring, barriers);
-    } else {
-      ConsumeTf32FilterRows<Tile, typename Tag::Epilogue, false>(params, ring, barriers);
-    }
-  }
-}
-
 template <Op kOp, DType kType_, int kStages>
 struct WgradTf32FilterRow : WgradTf32FilterRowTile<kStages> {
   static_assert(kOp == Op::kWgrad && kType_ == DType::kF32);
   static constexpr DType kType = kType_;
   using Tile = WgradTf32FilterRowTile<kStages>;
+  using TensorMaps = WgradFilterRowMaps;
   using Epilogue = PlainEpilogue;
 
+  static __device__ __forceinline__ void Prefetch(const WgradFilterRowMaps& maps) {
+    PrefetchTensorMap(&maps.x);
+    PrefetchTensorMap(&maps.dy);
+  }
+  static __device__ __forceinline__ void Produce(const Params& params,
+                                                 const WgradFilterRowMaps& maps, uint32_t ring,
+                                                 const Barriers<Tile>& barriers, int turn) {
+    ProduceTf32FilterRows(params, maps, ring, barriers, turn);
+  }
+  static __device__ __forceinline__ void Transpose(const Params& params, uint32_t ring,
+                                                   const Barriers<Tile>& barriers) {
+    TransposeColumns<Tile, 2>(params, ring, barriers, RoundRobinKBlocks{params}, StoreColumn());
+  }
+  template <class Tag>
+  static __device__ __forceinline__ void Consume(const Params& params, uint32_t ring,
+                                                 const Barriers<Tile>& barriers) {
+    if (params.residue_class[0].offset_step[0] != 1) {
+      ConsumeTf32FilterRows<Tile, typename Tag::Epilogue, false>(params, ring, barriers);
+      return;
+    }
+    ConsumeTf32FilterRows<Tile, typename Tag::Epilogue, true>(params, ring, barriers);
+  }
   template <class Tag>
   static Status Launch(const Plan& plan, const Operands& operands, void* stream) {
-    return LaunchFilterRowBoxes<WgradTf32FilterRowKernel<Tag>, Tag, Tile::kPixels>(
+    return LaunchFilterRowBoxes<WgradFragmentsKernel<Tag>, Tag, Tile::kPixels>(
         plan, operands, stream, /*overlaps=*/true);
   }
 };

@@ -4,7 +4,7 @@
 //
 // wgmma takes TF32 operands K-major only, but A in registers in any order. TMA loads both operands
 // MN-major, a row of 32 channels for each pixel. x is read into registers, and dy is transposed in
-// shared memory (wgrad_fragments_sm90.cuh). The boxes are those of wgrad_mma_sync_sm90.cuh:
+// shared memory (wgrad_fragments_sm90.cuh). The boxes are those of wgrad_boxes_sm90.cuh:
 //
 //     producers    two threads, which take turns at k-blocks of 32 pixels: boxes of x under their
 //                  taps, and of dy
@@ -13,40 +13,26 @@
 //     consumers    two warpgroups of kBlocks x 64 rows. Each loads its fragments of x and multiplies;
 //                  one loads while the other keeps the tensor cores busy
 //
-// Full(s): TMA -> transposers and consumers. FullFilter(s): transposers -> consumers. Empty(s):
-// consumers -> producers (the transposers have read a stage before it is multiplied). Shared memory of
-// 256x128: barriers and the lists of boxes in 1 KB, 4 stages of (32 + 16) KB. Registers: producers and
-// transposers 64, consumers 192, of which 128 accumulators and 32 fragments. Persistent; split-K and
-// refusals as in wgrad_mma_sync_sm90.cuh.
+// Barriers: WgradFragmentsKernel. Shared memory of 256x128: barriers and the lists of boxes in 1 KB, 4
+// stages of (32 + 16) KB. Registers: producers and transposers 64, consumers 192, of which 128
+// accumulators and 32 fragments. Persistent; split-K and refusals as in wgrad_mma_sync_sm90.cuh.
 #ifndef JAXCONV_CUDA_IGEMM_WGMMA_WGRAD_TF32_SM90_CUH_
 #define JAXCONV_CUDA_IGEMM_WGMMA_WGRAD_TF32_SM90_CUH_
 
 #include <cstdint>
 
+#include "cuda/igemm_wgmma/wgrad_boxes_sm90.cuh"
 #include "cuda/igemm_wgmma/wgrad_fragments_sm90.cuh"
-#include "cuda/igemm_wgmma/wgrad_mma_sync_sm90.cuh"
 #include "cuda/ptx/wgmma_sm90.cuh"
 
 namespace jaxconv::igemm_wgmma {
 
 template <int kBlocks_, int kN_, int kStages_>
-struct WgradTf32Tile {
+struct WgradTf32Tile
+    : WgradBoxesTile<2 * kBlocks_ * 64, kN_, kStages_, /*kProducers=*/2, /*kTransposers=*/4> {
+  using Base = WgradBoxesTile<2 * kBlocks_ * 64, kN_, kStages_, 2, 4>;
   static constexpr int kBlocks = kBlocks_, kN = kN_;
-  static constexpr int kWarpgroups = 2, kProducers = 2;
-  static constexpr int kFilterSlots = kStages_, kStationary = 0;
-  static constexpr int kTileM = kWarpgroups * kBlocks * 64, kTileN = kN;
-  static constexpr int kThreads = (kWarpgroups + 2) * 128;
-  static constexpr int kStages = kStages_;
-  static constexpr int kPixels = 32;
-  static constexpr int kBoxBytes = kPixels * 128;
-  static constexpr int kBytesA = kTileM / 32 * kBoxBytes, kBytesB = kTileN / 32 * kBoxBytes;
-  static constexpr int kRowsAt = kBytesA;  // the transposed dy
-  static constexpr int kStageBytes = kBytesA + kBytesB;
-  static constexpr int kBoxesAt = 512;  // the producers' lists of boxes; in front of them, barriers
-  static constexpr int kRingAt = 1024;
-  // 1024 more to align the ring.
-  static constexpr int kSharedBytes = kRingAt + kStages * kStageBytes + 1024;
-  static_assert(kSharedBytes + 1024 <= 232448, "227 KB a CTA, barriers among them");
+  static constexpr int kRowsAt = Base::kBytesA;  // the transposed dy, in place
   static constexpr int kProducerRegisters = 64, kConsumerRegisters = 192;
 };
 
@@ -110,53 +96,19 @@ __device__ __forceinline__ void ConsumeTf32Columns(const Params& params, uint32_
   }
 }
 
-template <class Tag>
-__global__ void __launch_bounds__(Tag::kThreads, 1)
-    WgradTf32Kernel(const __grid_constant__ Params params, const __grid_constant__ Maps maps) {
-  using Tile = typename Tag::Tile;
-  extern __shared__ __align__(1024) unsigned char dynamic[];
-  const uint32_t ring = (SharedAddress(dynamic) + 1023) & ~1023u;
-  const Barriers<Tile> barriers{ring};
-  static_assert(Barriers<Tile>::kCount * 8 <= Tile::kBoxesAt);
-  if (threadIdx.x == 0) {
-    for (int s = 0; s < Tile::kStages; ++s) {
-      BarrierInit(barriers.Full(s), 1);
-      BarrierInit(barriers.Empty(s), Tile::kWarpgroups * 4);
-      BarrierInit(barriers.FullFilter(s), 4);  // the transposers' warps
-    }
-    BarrierInitFence();
-    PrefetchTensorMap(&maps.a[0]);
-    PrefetchTensorMap(&maps.b);
-  }
-  __syncthreads();
-  const int warpgroup = __shfl_sync(0xffffffff, threadIdx.x / 128, 0);
-  if (warpgroup == 0) {
-    LowerRegisters<Tile::kProducerRegisters>();
-    const int warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0);
-    if (warp < Tile::kProducers && ElectOne()) {
-      ProduceMmaSyncStages<Tile, Tile::kProducers>(params, maps, ring, barriers, warp);
-    }
-  } else if (warpgroup == 1) {
-    LowerRegisters<Tile::kProducerRegisters>();
-    TransposeColumns<Tile, 4, Tile::kPixels / 8>(params, ring, barriers, RunOfKBlocks{params},
-                                                 StoreColumn());
-  } else {
-    RaiseRegisters<Tile::kConsumerRegisters>();
-    WaitForInputs();
-    ConsumeTf32Columns<Tile, typename Tag::Epilogue>(params, ring, barriers);
-  }
-}
-
-template <Op kOp, DType kType_, int kBlocks, int kN, int kStages>
-struct WgradTf32 : WgradTf32Tile<kBlocks, kN, kStages> {
-  static_assert(kOp == Op::kWgrad && kType_ == DType::kF32);
-  static constexpr DType kType = kType_;
+template <Op kOp, DType kType, int kBlocks, int kN, int kStages>
+struct WgradTf32 : WgradBoxesForm<kOp, kType, WgradTf32Tile<kBlocks, kN, kStages>> {
   using Tile = WgradTf32Tile<kBlocks, kN, kStages>;
-  using Epilogue = PlainEpilogue;
 
+  static __device__ __forceinline__ void Transpose(const Params& params, uint32_t ring,
+                                                   const Barriers<Tile>& barriers) {
+    TransposeColumns<Tile, Tile::kPixels / 8>(params, ring, barriers, RunOfKBlocks{params},
+                                              StoreColumn());
+  }
   template <class Tag>
-  static Status Launch(const Plan& plan, const Operands& operands, void* stream) {
-    return LaunchWgradBoxes<WgradTf32Kernel<Tag>, Tag, /*kWholeF32=*/false>(plan, operands, stream);
+  static __device__ __forceinline__ void Consume(const Params& params, uint32_t ring,
+                                                 const Barriers<Tile>& barriers) {
+    ConsumeTf32Columns<Tile, typename Tag::Epilogue>(params, ring, barriers);
   }
 };
 

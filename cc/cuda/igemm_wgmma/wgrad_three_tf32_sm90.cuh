@@ -3,9 +3,9 @@
 //
 //     rows = blocks of 32 channels under taps, columns = K / groups, reduction = output pixels
 //
-// Both operands are MN-major: a row of shared memory is 32 channels of one pixel. The producer and
-// the order of rows and reduction are those of wgrad_mma_sync_sm90.cuh. wgmma takes A from
-// registers, in any order, and B from shared memory, K-major only:
+// Both operands are MN-major: a row of shared memory is 32 channels of one pixel. The producer is
+// that of wgrad_boxes_sm90.cuh, the order of rows and reduction that of wgrad_fragments_sm90.cuh.
+// wgmma takes A from registers, in any order, and B from shared memory, K-major only:
 //
 //     producer    one thread. A k-block is 32 pixels: boxes of x under their taps, and of dy
 //     splitters   a warpgroup. A thread reads a column of dy, splits it, and writes both parts as rows
@@ -13,13 +13,10 @@
 //     consumers   two warpgroups of 64 rows. Each loads its fragments of x, splits them, and multiplies;
 //                 one loads and adds while the other keeps the tensor cores busy
 //
-// Reduction index kk of eight pixels is pixel 2 kk for kk < 4, and 2 (kk - 4) + 1 for kk >= 4. The
-// products of a k-block are added to the sums by FADD.
+// The products of a k-block are added to the sums by FADD.
 //
-// Full(s): TMA -> splitters and consumers. FullFilter(s): splitters -> consumers. Empty(s):
-// consumers -> producer (the splitters have read a stage before it is multiplied). Shared memory of
-// 128x128: a list of boxes, 3 stages of (16 + 16 + 32) KB. Registers: producer and splitters 64,
-// consumers 192.
+// Barriers: WgradFragmentsKernel, whose transposers are the splitters. Shared memory of 128x128: a
+// list of boxes, 3 stages of (16 + 16 + 32) KB. Registers: producer and splitters 64, consumers 192.
 //
 // Refused: as in wgrad_mma_sync_sm90.cuh.
 #ifndef JAXCONV_CUDA_IGEMM_WGMMA_WGRAD_THREE_TF32_SM90_CUH_
@@ -28,32 +25,19 @@
 #include <cstdint>
 
 #include "cuda/common/split_tf32.cuh"
+#include "cuda/igemm_wgmma/wgrad_boxes_sm90.cuh"
 #include "cuda/igemm_wgmma/wgrad_fragments_sm90.cuh"
-#include "cuda/igemm_wgmma/wgrad_mma_sync_sm90.cuh"
-#include "cuda/ptx/tma_sm90.cuh"
 #include "cuda/ptx/wgmma_sm90.cuh"
 
 namespace jaxconv::igemm_wgmma {
 
 template <int kN_, int kStages_>
-struct WgradThreeTf32Tile {
+struct WgradThreeTf32Tile : WgradBoxesTile<128, kN_, kStages_, /*kProducers=*/1,
+                                           /*kTransposers=*/4, /*kRowsBytes=*/2 * kN_ * 128> {
+  using Base = WgradBoxesTile<128, kN_, kStages_, 1, 4, 2 * kN_ * 128>;
   static constexpr int kN = kN_;
-  static constexpr int kWarpgroups = 2;
-  static constexpr int kFilterSlots = kStages_, kStationary = 0;
-  static constexpr int kTileM = kWarpgroups * 64, kTileN = kN;
-  static constexpr int kThreads = (kWarpgroups + 2) * 128;
-  static constexpr int kStages = kStages_;
-  static constexpr int kPixels = 32;
-  static constexpr int kBoxBytes = kPixels * 128;
-  static constexpr int kBytesA = kTileM / 32 * kBoxBytes, kBytesB = kTileN / 32 * kBoxBytes;
   static constexpr int kBytesPart = kN * 128;  // bytes of B, as wgmma reads it
-  static constexpr int kRowsAt = kBytesA + kBytesB;
-  static constexpr int kStageBytes = kRowsAt + 2 * kBytesPart;
-  static constexpr int kBoxesAt = 512;  // the producer's list of boxes; in front of it, barriers
-  static constexpr int kRingAt = 1024;
-  static constexpr int kSharedBytes = kRingAt + kStages * kStageBytes + 1024;
-  static_assert(kSharedBytes + 1024 <= 232448, "227 KB a CTA, barriers among them");
-  static_assert(kStageBytes % 1024 == 0 && kRowsAt % 1024 == 0);
+  static constexpr int kRowsAt = Base::kBytesA + Base::kBytesB;
   static constexpr int kProducerRegisters = 64, kConsumerRegisters = 192;
 };
 
@@ -152,53 +136,20 @@ __device__ __forceinline__ void ConsumeThreeTf32Columns(const Params& params, ui
   }
 }
 
-template <class Tag>
-__global__ void __launch_bounds__(Tag::kThreads, 1)
-    WgradThreeTf32Kernel(const __grid_constant__ Params params, const __grid_constant__ Maps maps) {
-  using Tile = typename Tag::Tile;
-  extern __shared__ __align__(1024) unsigned char dynamic[];
-  const uint32_t ring = (SharedAddress(dynamic) + 1023) & ~1023u;
-  const Barriers<Tile> barriers{ring};
-  static_assert(Barriers<Tile>::kCount * 8 <= Tile::kBoxesAt);
-  if (threadIdx.x == 0) {
-    for (int s = 0; s < Tile::kStages; ++s) {
-      BarrierInit(barriers.Full(s), 1);
-      BarrierInit(barriers.Empty(s), Tile::kWarpgroups * 4);
-      BarrierInit(barriers.FullFilter(s), 4);  // the splitters' warps
-    }
-    BarrierInitFence();
-    PrefetchTensorMap(&maps.a[0]);
-    PrefetchTensorMap(&maps.b);
-  }
-  __syncthreads();
-  const int warpgroup = __shfl_sync(0xffffffff, threadIdx.x / 128, 0);
-  if (warpgroup == 0) {
-    LowerRegisters<Tile::kProducerRegisters>();
-    if (__shfl_sync(0xffffffff, threadIdx.x / 32, 0) == 0 && ElectOne()) {
-      ProduceMmaSyncStages(params, maps, ring, barriers);
-    }
-  } else if (warpgroup == 1) {
-    LowerRegisters<Tile::kProducerRegisters>();
-    TransposeColumns<Tile, 4, 1>(params, ring, barriers, RunOfKBlocks{params},
-                                 StoreSplitColumn<Tile>());
-  } else {
-    RaiseRegisters<Tile::kConsumerRegisters>();
-    WaitForInputs();
-    ConsumeThreeTf32Columns<Tile, typename Tag::Epilogue>(params, ring, barriers);
-  }
-}
-
-template <Op kOp, DType kType_, int kN, int kStages>
-struct WgradThreeTf32 : WgradThreeTf32Tile<kN, kStages> {
-  static_assert(kOp == Op::kWgrad && kType_ == DType::kF32);
-  static constexpr DType kType = kType_;
+template <Op kOp, DType kType, int kN, int kStages>
+struct WgradThreeTf32
+    : WgradBoxesForm<kOp, kType, WgradThreeTf32Tile<kN, kStages>, /*kWholeF32=*/true> {
   using Tile = WgradThreeTf32Tile<kN, kStages>;
-  using Epilogue = PlainEpilogue;
 
+  static __device__ __forceinline__ void Transpose(const Params& params, uint32_t ring,
+                                                   const Barriers<Tile>& barriers) {
+    TransposeColumns<Tile, 1>(params, ring, barriers, RunOfKBlocks{params},
+                              StoreSplitColumn<Tile>());
+  }
   template <class Tag>
-  static Status Launch(const Plan& plan, const Operands& operands, void* stream) {
-    return LaunchWgradBoxes<WgradThreeTf32Kernel<Tag>, Tag, /*kWholeF32=*/true>(plan, operands,
-                                                                                stream);
+  static __device__ __forceinline__ void Consume(const Params& params, uint32_t ring,
+                                                 const Barriers<Tile>& barriers) {
+    ConsumeThreeTf32Columns<Tile, typename Tag::Epilogue>(params, ring, barriers);
   }
 };
 

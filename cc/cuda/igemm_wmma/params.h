@@ -40,7 +40,6 @@ struct Params {
 struct LaunchParams {
   Params kernel;
   int64_t ctas = 0;
-  int64_t out_elements = 0;
   DType out_dtype = DType::kF32;
 };
 

@@ -232,25 +232,12 @@ Status MakePlan(const KernelDesc& kernel, const ConvProblem& problem, const Gpu&
     work.unaligned_output = count == 1 && (gemm.gemm_n % 8 != 0 || gemm.out_channels % 8 != 0);
     return TermsOf(tile, work, gpu);
   };
-  auto predict = [&](int64_t count) { return PredictedMicroseconds(terms(count), plan->form); };
-  plan->slices = slices == 0 ? 1 : slices;
-  plan->microseconds = predict(plan->slices);
-  if (slices == 0) {
-    const int64_t most = std::min(
-        {blocks / kMinBlocksPerSlice,
-         kMaxWorkspaceBytes / (OutputElements(problem) * int64_t{sizeof(float)}), kMaxSlices});
-    for (int64_t count = 2; count <= most; ++count) {
-      // All slices but the last must have the same length, and none may be empty.
-      if (CeilDiv(blocks, CeilDiv(blocks, count)) != count) continue;
-      const double microseconds = predict(count);
-      if (microseconds < plan->microseconds) {
-        plan->microseconds = microseconds;
-        plan->slices = count;
-      }
-    }
-  }
-
+  const int64_t most = std::min(
+      {blocks / kMinBlocksPerSlice,
+       kMaxWorkspaceBytes / (OutputElements(problem) * int64_t{sizeof(float)}), kMaxSlices});
+  plan->slices = slices == 0 ? FastestSlices(most, blocks, plan->form, terms) : slices;
   plan->terms = terms(plan->slices);
+  plan->microseconds = PredictedMicroseconds(plan->terms, plan->form);
   plan->kernel = reader;
   plan->workspace_bytes = WorkspaceBytes(problem, plan->slices);
   const bool split = plan->slices > 1;
@@ -266,7 +253,6 @@ Status MakePlan(const KernelDesc& kernel, const ConvProblem& problem, const Gpu&
   params.epilogue = EpilogueParams(problem.epilogue);
   params.slice_elements = split ? OutputElements(problem) : 0;
   launch->ctas = tiles * plan->slices;
-  launch->out_elements = OutputElements(problem);
   launch->out_dtype = problem.output_dtype();
   plan->params = std::move(launch);
   return {};

@@ -8,7 +8,7 @@
 // int32, by mma.sync.m16n8k32. The reduction is flat, so a tap or a channel count that does not
 // fill a k-block wastes nothing. The taps' offsets come from a table in the parameter block.
 //
-// Tile: up to 256x128 outputs, 64x64 of them a warp, k-blocks of 64 or 128 bytes
+// Tile: up to 128x256 outputs, 64x64 of them a warp, k-blocks of 64 or 128 bytes
 // (common/mma_tile.cuh has the swizzle). Shared memory: 3 or 4 stages of (tile_m + tile_n)
 // k-blocks, 147,456 bytes at 128x256x128, 98,304 at 128x128x128, 49,152 at 128x64x64, and 8 bytes a
 // row for the pixels. Registers, 64x64 a warp: 128 sums, 64 for fragments (two mma steps), 2 for

@@ -80,12 +80,7 @@ __global__ void __launch_bounds__(kPassThreads, 2)
 
 template <class Tag>
 Status LaunchOf(const ActivatedSums& p, void* stream) {
-  const ChannelThreads of(p.channels);
-  LaunchConfig config;
-  config.threads = kPassThreads;
-  config.grid = dim3(static_cast<unsigned>(of.slices * p.segments), static_cast<unsigned>(p.parts));
-  return Launch<SumActivated<Tag>>("activated_sums", config, stream, p, static_cast<int>(of.slices),
-                                   of.lanes, of.steps);
+  return LaunchSumOfRows<SumActivated<Tag>>("activated_sums", p, stream);
 }
 
 #define JAXCONV_OF_masked_sums(...)

@@ -7,6 +7,7 @@
 #include <cstdint>
 
 #include "cuda/common/element.cuh"
+#include "cuda/common/launch.cuh"
 #include "cuda/normalisation/plan.h"
 
 namespace jaxconv {
@@ -117,6 +118,16 @@ struct ChannelSums {
     return sum;
   }
 };
+
+// Launches a kernel that sums rows: a CTA for each segment, slice of channels and part of the rows.
+template <auto kKernel, class Sums>
+Status LaunchSumOfRows(const char* name, const Sums& p, void* stream) {
+  const ChannelThreads of(p.channels);
+  LaunchConfig config;
+  config.threads = kPassThreads;
+  config.grid = dim3(static_cast<unsigned>(of.slices * p.segments), static_cast<unsigned>(p.parts));
+  return Launch<kKernel>(name, config, stream, p, static_cast<int>(of.slices), of.lanes, of.steps);
+}
 
 }  // namespace jaxconv
 

@@ -157,12 +157,7 @@ __global__ void __launch_bounds__(kPassThreads, 2)
 
 template <class Tag>
 Status LaunchSums(const MaskedSums& p, void* stream) {
-  const ChannelThreads of(p.channels);
-  LaunchConfig config;
-  config.threads = kPassThreads;
-  config.grid = dim3(static_cast<unsigned>(of.slices * p.segments), static_cast<unsigned>(p.parts));
-  return Launch<SumMasked<Tag>>("masked_sums", config, stream, p, static_cast<int>(of.slices),
-                                of.lanes, of.steps);
+  return LaunchSumOfRows<SumMasked<Tag>>("masked_sums", p, stream);
 }
 
 #define JAXCONV_OF_activated_sums(...)

@@ -80,12 +80,7 @@ __global__ void __launch_bounds__(kPassThreads, 2)
 
 template <class Tag>
 Status LaunchOf(const Moments& p, void* stream) {
-  const ChannelThreads of(p.channels);
-  LaunchConfig config;
-  config.threads = kPassThreads;
-  config.grid = dim3(static_cast<unsigned>(of.slices * p.segments), static_cast<unsigned>(p.parts));
-  return Launch<SumMoments<Tag>>("moments", config, stream, p, static_cast<int>(of.slices),
-                                 of.lanes, of.steps);
+  return LaunchSumOfRows<SumMoments<Tag>>("moments", p, stream);
 }
 
 #define JAXCONV_OF_activated_sums(...)

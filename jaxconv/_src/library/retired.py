@@ -21,19 +21,33 @@ class Retired(NamedTuple):
 
 # Variants of depthwise and of winograd's tiles in bf16 and f16, fprop and dgrad, and the variants
 # for their problems.
-_DEPTHWISE = {"32ch_3x3_tma": "32ch_3x3_pairs", "32ch_5x5_tma": "32ch_5x5_pairs"}
+_DEPTHWISE = {
+    "32ch_3x3_tma": "32ch_3x3_pairs",
+    "32ch_5x5_tma": "32ch_5x5_pairs",
+    "64ch_3x3_stride2_tma": "8ch_3x3_stride2_walk",
+}
 _PINGPONG, _PORTABLE = "four_stage_128x128x64_pingpong", "four_stage_128x128x64"
 _ON_WGMMA = {"four_stage_128x128x64_wgmma": _PINGPONG, "chunked_128x128x64_wgmma": _PINGPONG}
 _WINOGRAD = {
     "2x2": (
         *("elementwise_8x16", "pkf_llc_16x64", "pkf_llc_32x64"),
         *(f"sync_free_32x64_{shape}" for shape in ("16x16x16", "32x8x16", "8x32x16")),
+        "four_stage_64x64x64",
     ),
     "4x4": (
         *("elementwise_8x16", "pkf_llc_16x64", "pkf_llc_32x32"),
         *(f"sync_free_32x32_{shape}" for shape in ("16x16x16", "32x8x16", "8x32x16")),
     ),
     "6x6": (),
+}
+# Variants of igemm_simt in bf16 and f16, of every operation.
+_SIMT = {"128x128x8_vec_wide": "128x128x8_vec", "128x64x8_vec_wide": "128x64x8_vec"}
+# Single names.
+_ALONE = {
+    "wgrad_igemm_wgmma_f32_128x256x32_mma_sync": "wgrad_igemm_wgmma_f32_128x128x32_cooperative",
+    "wgrad_igemm_wgmma_f32_256x128x32_mma_sync": "wgrad_igemm_wgmma_f32_256x128x32_cooperative",
+    "fprop_imma_nchw32_s8_256x128x128_3stage": "fprop_imma_nchw32_s8_128x128x128_3stage",
+    "fprop_imma_nchw32_u8_256x128x128_3stage": "fprop_imma_nchw32_u8_128x128x128_3stage",
 }
 # They stay as references (cc/cuda/winograd/kernels.def).
 _KEPT = {
@@ -53,6 +67,10 @@ def _since_0_2() -> Iterator[tuple[str, str]]:
             of = f"{op}_winograd_{dtype}_{tile}_"
             for form, instead in {**dict.fromkeys(portable, _PORTABLE), **_ON_WGMMA}.items():
                 yield of + form, of + instead
+    for op, dtype in itertools.product(("fprop", "dgrad", "wgrad"), ("bf16", "f16")):
+        for name, instead in _SIMT.items():
+            yield f"{op}_igemm_simt_{dtype}_{name}", f"{op}_igemm_simt_{dtype}_{instead}"
+    yield from _ALONE.items()
 
 
 # By name. An instance of a published version must be added here when it is deleted.
