@@ -66,6 +66,12 @@ struct Epilogue {
     return scale == ScaleKind::kNone && !offset && !bias && !residual &&
            activation == Activation::kNone && zero_point == 0 && !pre && !statistics;
   }
+  // Whether the results are the sums, rounded, and their statistics.
+  bool StatisticsAlone() const {
+    Epilogue rest = *this;
+    rest.statistics = false;
+    return statistics && rest.Plain();
+  }
 };
 
 }  // namespace jaxconv

@@ -270,9 +270,11 @@ class Execution {
       cpu::Requantize(problem_, terms_, reinterpret_cast<const int32_t*>(Sums(task)), begin, count,
                       out_);
     } else if (plan_.finishes) {
-      const float* sums =
-          plan_.sums_offset >= 0 ? Floats(Sums(task)) : static_cast<const float*>(out_) + begin;
-      FinishSums(problem_, terms_, sums, begin, count, out_);
+      const bool in_place = plan_.sums_offset < 0;
+      const float* sums = in_place ? static_cast<const float*>(out_) + begin : Floats(Sums(task));
+      if (!in_place || !problem_.epilogue.StatisticsAlone()) {
+        FinishSums(problem_, terms_, sums, begin, count, out_);
+      }
       if (plan_.moments_offset < 0) return;
       const int64_t number = plan_.first_region[task] + (&region - plan_.tasks[task].data());
       Moments(problem_, out_, begin, count, RegionMoments(number));

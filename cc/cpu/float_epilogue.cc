@@ -93,8 +93,9 @@ JAXCONV_LOOP ComputeBlock(const Block& block) {
 
 JAXCONV_FOR_PROCESSORS(Compute, ComputeBlock, const Block&)
 
-// The moments of this many pixels at a time are formed in float32, in L1.
-constexpr int64_t kPixels = 16;
+// The moments of this many pixels at a time are formed in float32, in L1; those of this many
+// channels in registers.
+constexpr int64_t kPixels = 32, kLanes = 16;
 
 // Up to kBlock channels of a run of pixels, and the destination of their moments.
 struct PixelRun {
@@ -105,38 +106,52 @@ struct PixelRun {
   double *mean = nullptr, *squares = nullptr;
 };
 
-// The deviations from the rounded mean sum to a correction of the mean and the squares, so float32
+// Adds the moments of `pixels` pixels to those of `before` pixels, for up to kLanes channels. The
+// deviations from the rounded mean sum to a correction of the mean and the squares, so float32
 // loses no accuracy if the mean is large.
+JAXCONV_LOOP AddLanes(const float* value, int64_t stride, int64_t pixels, int64_t before,
+                      int64_t lanes, double* to_mean, double* to_squares) {
+  float mean[kLanes] = {}, off[kLanes] = {}, squares[kLanes] = {};
+  for (int64_t i = 0; i < pixels; ++i) {
+    for (int64_t c = 0; c < lanes; ++c) mean[c] += value[i * stride + c];
+  }
+  const float share = 1.0f / static_cast<float>(pixels);
+  for (int64_t c = 0; c < lanes; ++c) mean[c] *= share;
+  for (int64_t i = 0; i < pixels; ++i) {
+    for (int64_t c = 0; c < lanes; ++c) {
+      const float deviation = value[i * stride + c] - mean[c];
+      off[c] += deviation;
+      squares[c] += deviation * deviation;
+    }
+  }
+  const double n = static_cast<double>(pixels), others = static_cast<double>(before);
+  const double one = 1 / n, part = n / (others + n);
+  for (int64_t c = 0; c < lanes; ++c) {
+    const double correction = off[c] * one;
+    const double apart = mean[c] + correction - to_mean[c];
+    to_mean[c] += apart * part;
+    to_squares[c] += squares[c] - off[c] * correction + apart * apart * part * others;
+  }
+}
+
 JAXCONV_LOOP AddPixels(const PixelRun& run) {
-  const int64_t channels = run.channels, width = ByteWidth(run.dtype);
-  float values[kPixels * kBlock], mean[kBlock], off[kBlock], squares[kBlock];
+  const bool wide = run.dtype == DType::kF32;
+  float converted[kPixels * kBlock];
   for (int64_t first = 0; first < run.pixels; first += kPixels) {
     const int64_t pixels = std::min(kPixels, run.pixels - first);
-    std::fill_n(mean, channels, 0.0f);
-    std::fill_n(off, channels, 0.0f);
-    std::fill_n(squares, channels, 0.0f);
-    for (int64_t i = 0; i < pixels; ++i) {
-      float* value = values + i * channels;
-      ToFloat(run.dtype, run.out + (first + i) * run.stride * width, value, 0, channels);
-      for (int64_t c = 0; c < channels; ++c) mean[c] += value[c];
+    const char* out = run.out + first * run.stride * ByteWidth(run.dtype);
+    const float* values = wide ? reinterpret_cast<const float*>(out) : converted;
+    const int64_t stride = wide ? run.stride : run.channels;
+    for (int64_t i = 0; i < pixels && !wide; ++i) {
+      ToFloat(run.dtype, out + i * run.stride * ByteWidth(run.dtype), converted + i * stride, 0,
+              run.channels);
     }
-    const float share = 1.0f / static_cast<float>(pixels);
-    for (int64_t c = 0; c < channels; ++c) mean[c] *= share;
-    for (int64_t i = 0; i < pixels; ++i) {
-      const float* value = values + i * channels;
-      for (int64_t c = 0; c < channels; ++c) {
-        const float deviation = value[c] - mean[c];
-        off[c] += deviation;
-        squares[c] += deviation * deviation;
-      }
+    int64_t c = 0;
+    for (; c + kLanes <= run.channels; c += kLanes) {  // a constant: unrolled, in registers
+      AddLanes(values + c, stride, pixels, first, kLanes, run.mean + c, run.squares + c);
     }
-    const double n = static_cast<double>(pixels), before = static_cast<double>(first);
-    const double one = 1 / n, part = n / (before + n);
-    for (int64_t c = 0; c < channels; ++c) {
-      const double correction = off[c] * one;
-      const double apart = mean[c] + correction - run.mean[c];
-      run.mean[c] += apart * part;
-      run.squares[c] += squares[c] - off[c] * correction + apart * apart * part * before;
+    if (c < run.channels) {
+      AddLanes(values + c, stride, pixels, first, run.channels - c, run.mean + c, run.squares + c);
     }
   }
 }

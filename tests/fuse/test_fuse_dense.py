@@ -14,7 +14,7 @@ from jaxprs import equations
 
 import jaxconv
 from jaxconv._src.conv import fused
-from jaxconv._src.fuse import fuse_convolution, fuse_dense
+from jaxconv._src.fuse import fuse_convolution
 from jaxconv._src.library import native
 
 N, EXTENT, C = 2, 6, 8
@@ -31,7 +31,7 @@ ACTIVATIONS = {
 @pytest.fixture(autouse=True)
 def on_the_cpu(monkeypatch, native_cpu):
     """Takes the CPU kernels for a GPU's, and predicts that they are faster."""
-    monkeypatch.setattr(fuse_dense, "_PLATFORMS", ("cpu",))
+    monkeypatch.setattr(fuse_convolution, "for_cuda", lambda: True)
     monkeypatch.setattr(fuse_convolution, "slower", lambda *operands, **options: "")
     with jax.default_device(jax.devices("cpu")[0]):
         yield
@@ -225,12 +225,23 @@ def test_a_program_on_an_explicit_mesh_keeps_its_products():
     assert products == 1
 
 
-@pytest.mark.parametrize("platforms", [("cpu",), ("cuda",)])
-def test_kernels_that_are_no_faster_are_not_chosen(platforms, monkeypatch):
+@pytest.mark.parametrize("for_cuda", [True, False])
+def test_kernels_that_are_no_faster_are_not_chosen(for_cuda, monkeypatch):
     """The matrices are so small that calls take longer than separate operations."""
     monkeypatch.undo()
-    monkeypatch.setattr(fuse_dense, "_PLATFORMS", platforms)
+    monkeypatch.setattr(fuse_convolution, "for_cuda", lambda: for_cuda)
     assert calls(jaxconv.fuse(block), *values()) == ([], 2)
+
+
+@pytest.mark.parametrize("for_cuda, layers", [(True, 2), (False, 1)])
+def test_a_bias_and_an_activation_alone_are_left_to_a_cpu(for_cuda, layers, monkeypatch):
+    """A call would compute the activation again in the backward pass; the shortcut has a call."""
+    monkeypatch.undo()
+    monkeypatch.setattr(fuse_convolution, "for_cuda", lambda: for_cuda)
+    fused = jaxconv.fuse(lambda p, x: block(p, convolved(p, x)))
+    program = jax.make_jaxpr(jax.grad(lambda p, x: fused(p, x).sum()))(*values())
+    names = [eqn.primitive.name for eqn in equations(program)]
+    assert names.count("jaxconv_normalise") == layers
 
 
 @pytest.mark.parametrize(

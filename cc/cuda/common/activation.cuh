@@ -119,8 +119,8 @@ __device__ __forceinline__ NormalTail NormalTailOf(float c) {
   return {p, Exp(square, fmaf(half, c, -square))};
 }
 
-// Activations of results in float32, within 4 ulp (gelu 6). Exception: where gelu_tanh vanishes, the
-// rounded exponent costs 16 ulp at -3 and 60 at -6. Results below 1e-36 may be zero.
+// Activations of results in float32, within 4 ulp (gelu 6). Exception: where gelu_tanh vanishes,
+// the rounded exponent costs 16 ulp at -3 and 60 at -6. Results below 1e-36 may be zero.
 struct FloatActivations {
   // sigmoid(v).
   static __device__ __forceinline__ float Sigmoid(float v) { return Logistic(-v); }
@@ -197,7 +197,7 @@ struct ShortActivations {
   }
 };
 
-// Those of results of type T.
+// The activations of results of type T.
 template <typename T>
 using ActivationsOf = std::conditional_t<sizeof(T) == 2, ShortActivations, FloatActivations>;
 

@@ -1,4 +1,4 @@
-// The time that an epilogue adds to a plain kernel, beside the traffic of its operands.
+// The time that an epilogue adds to a plain kernel, in addition to the traffic of its operands.
 #ifndef JAXCONV_CUDA_COMMON_EPILOGUE_COST_H_
 #define JAXCONV_CUDA_COMMON_EPILOGUE_COST_H_
 
@@ -11,10 +11,10 @@ namespace jaxconv {
 // An activation's time relative to silu's in 16-bit kernels, measured on an H200; 0 for a clamp.
 double ActivationFactor(Activation activation);
 
-// What the terms of an epilogue but statistics cost for an output.
+// SM cycles for each output of all terms of an epilogue except statistics.
 double EpilogueCycles(const EpilogueCost& cost, const Epilogue& epilogue);
 
-// Adds the epilogue of a fused instance to the terms of its plan, and predicts its time anew.
+// Adds the epilogue of a fused instance to the terms of its plan, and updates its predicted time.
 void AddEpilogue(const KernelDesc& kernel, const ConvProblem& problem, const Gpu& gpu, Plan* plan);
 
 }  // namespace jaxconv

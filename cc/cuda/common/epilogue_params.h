@@ -24,8 +24,8 @@ struct EpilogueParams {
   void* pre = nullptr;
   Activation activation = Activation::kNone;
   float negative_slope = 0;  // for kLeakyRelu
-  // The destination of the sums of y (merge_moments.h) for each slot and channel; null: no
-  // statistics. Each consumer of a CTA joins its share of the first joined_tiles tiles in one of
+  // Where the sums of y are written, for each slot and channel (merge_moments.h); null: no
+  // statistics. Each consumer of a CTA adds its share of the first joined_tiles tiles into one of
   // the first joined_slots slots; each further tile has its own slot.
   ChannelSums* moments = nullptr;
   int32_t joined_tiles = 0, joined_slots = 0;

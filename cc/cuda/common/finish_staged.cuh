@@ -15,11 +15,11 @@
 
 namespace jaxconv {
 
-// Finishes a lane's kVectors vectors. kAhead: scale and bias are loaded once and kept in registers,
-// and the residuals are loaded ahead. Without kAhead, for lack of registers, all are loaded vector
-// by vector, kUnroll in flight, and a vector may have 8 bytes. A functor offset_of(i) gives the
-// output offset of vector i, or a negative number where nothing is stored; all lanes of the warp
-// call it.
+// Finishes a lane's kVectors vectors. With kAhead, scale and bias are loaded once and kept in
+// registers, and the residuals are loaded in advance. Without kAhead, if there are too few
+// registers, they are loaded for each vector, kUnroll vectors in flight, and a vector may have 8
+// bytes. A functor offset_of(i) returns the output offset of vector i, or a negative number if
+// nothing is stored; all lanes of the warp call it.
 template <typename Out, int kVectors, bool kAhead = true, int kUnroll = kVectors, int kBytes = 16>
 struct StagedVectors {
   static constexpr int kWidth = kBytes / sizeof(Out);

@@ -1,4 +1,4 @@
-// Patches: windows that do not overlap, without padding.
+// Windows that do not overlap and have no padding, such as the patches of a ViT.
 //
 // If S equals the column stride, S neighbouring pixels of C channels are one pixel of S C channels,
 // without moving data:
@@ -10,7 +10,7 @@
 // suits 16-byte copies and the k-blocks of a GEMM: the 3 channels of a ViT become 48, the 96 of a
 // ConvNeXt downsampling 192.
 //
-// If R equals the row stride, the R rows of a window are an image:
+// If R equals the row stride, each row of windows is a separate image of R rows:
 //
 //     x (N, H, W, C)   = (N H / R, R, W, C)
 //     y (N, P, Q, K)   = (N P, 1, Q, K)

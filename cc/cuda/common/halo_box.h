@@ -16,9 +16,10 @@ namespace jaxconv {
 
 inline constexpr int kHaloThreads = 256;
 
-// One axis: window position o of the walked tensor meets element i of the gathered one under a tap
-// where i * in_dilation = u = o * stride + tap * dilation - pad. In dgrad the walked tensor is dx,
-// the gathered one dy, in_dilation the convolution's stride, and the taps run backwards.
+// One axis. A kernel computes window positions o of the walked tensor from elements i of the
+// gathered tensor: o reads i under a tap if i * in_dilation = u = o * stride + tap * dilation -
+// pad. In dgrad the walked tensor is dx, the gathered one dy, in_dilation the convolution's stride,
+// and the taps run backwards.
 struct Axis {
   int32_t in = 1, out = 1;  // extents of the gathered and of the walked tensor
   int32_t taps = 1;

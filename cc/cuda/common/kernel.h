@@ -67,8 +67,8 @@ using PlanFunction = Status (*)(const KernelDesc& kernel, const ConvProblem& pro
 // CheckOperands has accepted the buffers.
 using LaunchFunction = Status (*)(const Plan& plan, const Operands& operands, void* stream);
 
-// What an epilogue adds to a plain kernel beside the traffic of its operands: SM cycles for each
-// output (docs/notes/igemm_wgmma.md).
+// The SM cycles that an epilogue adds to a plain kernel for each output, in addition to the traffic
+// of its operands (docs/notes/igemm_wgmma.md).
 struct EpilogueCost {
   // SM cycles of scale and bias in a loop over outputs. Fitted to fused layers of igemm_wgmma.
   static constexpr double kLoopCycles = 0.2;

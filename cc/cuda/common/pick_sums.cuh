@@ -4,9 +4,9 @@
 
 namespace jaxconv {
 
-// sums[e] = of(part, e) for a part in [kFirst, kEnd). Sums are registers, so uniform branches lead
-// to a copy of the code for each part; without them the compiler selects every element among all
-// parts.
+// sums[e] = of(part, e) for a part in [kFirst, kEnd). The sums are registers, so a uniform branch
+// selects a copy of the code for each part. Without branches the compiler would select every
+// element among all parts.
 template <int kFirst, int kEnd, int kCount, typename Of>
 __device__ __forceinline__ void PickSums(int part, Of of, float (&sums)[kCount]) {
   if constexpr (kEnd - kFirst > 1) {

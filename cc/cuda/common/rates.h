@@ -1,4 +1,4 @@
-// Rates of an SM that several families count with: architecture facts, and rates measured once.
+// Rates of an SM that the plans of several families use: architecture facts, and measured rates.
 #ifndef JAXCONV_CUDA_COMMON_RATES_H_
 #define JAXCONV_CUDA_COMMON_RATES_H_
 

@@ -49,9 +49,9 @@ struct Residual {
 
 namespace requantize_internal {
 
-// The straight 8-bit paths. ReLU clears negative results; rounding keeps them negative or makes
-// them
-// 0. ptxas joins a conversion to int32 and a saturating pack of two into one instruction (F2IP).
+// The 8-bit paths without branches. ReLU clears negative results after rounding, which keeps them
+// negative or makes them 0. ptxas combines a conversion to int32 and a saturating pack of two into
+// one instruction (F2IP).
 template <RequantizePath kPath, int kPixels, class Terms, typename Sums>
 __device__ __forceinline__ void RequantizeBytes(const RequantizeParams& params,
                                                 const OutputPixel (&pixels)[kPixels],

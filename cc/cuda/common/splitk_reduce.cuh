@@ -1,11 +1,11 @@
 // Sums split-K slices, then applies the epilogue. The order depends only on the number of slices,
 // so every run gives the same bits.
 //
-// A CTA owns neighbouring outputs, up to 4 a thread, and divides the slices among its rows of
-// threads: a thread adds a run of neighbouring slices in order, then the first row adds the runs in
-// order. Without this division, a small output with many slices (wgrad over a large image) would
-// occupy a few threads that wait for one slice after another. Eight loads are in flight before the
-// first addition.
+// A CTA computes adjacent outputs, up to 4 per thread, and divides the slices among its rows of
+// threads: a thread adds a run of consecutive slices in order, then the first row of threads adds
+// the runs in order. Without this division, a small output with many slices (wgrad over a large
+// image) would occupy a few threads that wait for one slice after another. Eight loads are in
+// flight before the first addition.
 #ifndef JAXCONV_CUDA_COMMON_SPLITK_REDUCE_CUH_
 #define JAXCONV_CUDA_COMMON_SPLITK_REDUCE_CUH_
 

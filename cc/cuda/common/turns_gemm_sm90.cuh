@@ -11,16 +11,16 @@
 //
 // Full(s): the producer announces a stage's bytes, its own and those that the other CTA sends.
 // Empty(s): when its wgmma has retired, a consumer warpgroup of each CTA arrives at both CTAs'
-// barrier, one k-block late, so that one wgmma is always in flight. Named barriers 1 and 2 pass the
-// tensor cores on. Registers: producer 40, consumers 232.
+// barrier, one k-block late, so that one wgmma is always in flight. Named barriers 1 and 2 hand the
+// tensor cores from one consumer to the other. Registers: producer 40, consumers 232.
 //
 // A Gemm has
 //
 //     Tile       kStages, kStageBytes and the other members that Barriers needs; kThreads = 384
 //     Params     tiles: of a cluster; k_blocks: stages of a tile
 //     Maps       tensor maps, and Prefetch(maps)
-//     Loads      (params, maps, rank, ring); Begin(tile); Load(k_block, first byte of the stage in the
-//                ring, barrier): all copies of a stage that this CTA issues
+//     Loads      (params, maps, rank, ring); Begin(tile); Load(k_block, first byte of the stage in
+//                the ring, barrier): all copies of a stage that this CTA issues
 //     Sums       a thread's accumulators, an array
 //     Multiply(sums, stage's address, accumulate): the wgmmas of a stage
 //     Stores     (params); Store(tile, rank, sums)

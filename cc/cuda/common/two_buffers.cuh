@@ -9,8 +9,8 @@
 namespace jaxconv {
 
 // Tiles blockIdx.x, blockIdx.x + gridDim.x, ... While one buffer is read, the other is filled for
-// the next tile. Place(params, index): the position of a tile. `step`: the distance of the buffers
-// in bytes, or 1.
+// the next tile. Place(params, index) is the position of a tile. `step` is the distance between the
+// buffers in bytes, or 1.
 template <class Place>
 struct TwoBuffers {
   int32_t index = blockIdx.x;

@@ -10,16 +10,16 @@
 
 namespace jaxconv {
 
-// What XLA's kernels for a convolution compute and move, and the line of the calibration by name.
+// The counts of XLA's kernels for a convolution, and the name of its line in the calibration.
 struct XlaTerms {
   std::string_view form, operations, operands;
-  // tensor_cores: FLOPs, those of padded tiles included, at the rate of a pipe. dram: bytes of every
-  // tensor. launch: kernels before and after: transposes, zeros between pixels, reductions.
+  // tensor_cores: FLOPs, those of padded tiles included, at the rate of a pipe. dram: bytes of
+  // every tensor. launch: kernels before and after: transposes, zeros between pixels, reductions.
   TimeTerms time;
 };
 
-// The terms of a convolution without its epilogue. Returns false if XLA is no candidate: nothing
-// like the problem was measured, or the measured error exceeds the problem's precision.
+// The terms of a convolution without its epilogue. Returns false if XLA is no candidate: no similar
+// problem was measured, or the measured error exceeds the problem's precision.
 bool XlaTermsOf(const ConvProblem& problem, const Gpu& gpu, XlaTerms* terms);
 
 // Microseconds of lax's convolution inside a program, with the copies and layout changes around it,

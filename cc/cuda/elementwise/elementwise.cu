@@ -72,7 +72,7 @@ __device__ __forceinline__ float Compute(const ElementwiseFunction& function,
 __global__ void __launch_bounds__(kElementwiseThreads)
     ComputeElementwise(const __grid_constant__ Elementwise p) {
   int low = 0, high = p.results - 1;
-  while (low < high) {  // the last result whose first CTA is not behind this one
+  while (low < high) {  // finds the last result whose first CTA is at most blockIdx.x
     const int middle = (low + high + 1) / 2;
     if (p.of[middle].first_cta <= blockIdx.x) {
       low = middle;

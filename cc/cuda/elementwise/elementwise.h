@@ -1,10 +1,10 @@
-// Elementwise functions of many small arrays by one launch: what calls read of a program's
-// parameters, such as filters in bfloat16 and the scale and bias of a batch norm. XLA launches a
-// kernel of 1.5 us for each.
+// Elementwise functions of many small arrays by one launch: functions of a program's parameters
+// that calls read, such as filters converted to bfloat16 and the scale and bias of a batch norm.
+// XLA launches a kernel of 1.5 us for each.
 //
-// A function computes in float32. Its values are numbered: first its operands, then its constants,
-// then the result of each step; the last value is the result, rounded to its type. A step reads two
-// values; of a function of one, only the first counts.
+// A function is computed in float32. Its values have consecutive indices: operands, constants, then
+// the result of each step; the last value is the result, rounded to its type. A step reads two
+// values; unary operations ignore the second.
 #ifndef JAXCONV_CUDA_ELEMENTWISE_ELEMENTWISE_H_
 #define JAXCONV_CUDA_ELEMENTWISE_ELEMENTWISE_H_
 
@@ -50,7 +50,7 @@ struct ElementwiseFunction {
   ElementwiseStep step[kElementwiseSteps];
 };
 
-// An array of `elements` numbers; an operand may have one number for all of them.
+// A result of `elements` elements. Each operand has as many elements, or one.
 struct ElementwiseResult {
   const void* operand[kElementwiseOperands];
   void* result;

@@ -47,8 +47,8 @@ __global__ void __launch_bounds__(kPassThreads, 2)
     };
     const int64_t rows_of_block = kUnroll * steps;
     int64_t block = (p.rows + rows_of_block - 1) / rows_of_block - 1 - blockIdx.y;
-    // The special function unit and DRAM take about as long for silu, so the next block is in flight
-    // during a block's activations.
+    // For silu the special function unit takes about as long as DRAM, so the loads of the next
+    // block overlap the activations of this one.
     ChannelVector<T> y[kUnroll], next[kUnroll];
     load(block, y);
     for (; block >= 0; block -= p.parts) {

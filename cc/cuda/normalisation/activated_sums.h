@@ -2,10 +2,9 @@
 //
 //     sum of activation((y - mean) * scale + offset)
 //
-// in float32, without a rounding to y's type, as squeeze and excitation takes them of the result of a
-// normalisation. The array is (segments,
-// rows, channels), contiguous; absent vectors are 0, 1 and 0. The rows are divided as in
-// masked_sums.h.
+// in float32, without a rounding to y's type, for example for squeeze and excitation after a
+// normalisation. The array is (segments, rows, channels), contiguous; absent vectors are 0, 1 and
+// 0. Rows are divided among CTAs as in masked_sums.h.
 #ifndef JAXCONV_CUDA_NORMALISATION_ACTIVATED_SUMS_H_
 #define JAXCONV_CUDA_NORMALISATION_ACTIVATED_SUMS_H_
 

@@ -1,4 +1,4 @@
-// Eight channels of an array, accessed as 16 bytes, and of float32 vectors.
+// A thread's eight channels of an array, and of float32 vectors, accessed 16 bytes at a time.
 #ifndef JAXCONV_CUDA_NORMALISATION_CHANNEL_VECTORS_CUH_
 #define JAXCONV_CUDA_NORMALISATION_CHANNEL_VECTORS_CUH_
 
@@ -62,7 +62,7 @@ __device__ __forceinline__ ChannelVector<T> LoadChannels(const void* array, int6
   for (int i = 0; i < ChannelVector<T>::kAccesses; ++i) loaded.accesses[i] = {__ldg(from + i)};
   return loaded;
 }
-// Stores data that is not read again soon.
+// The same for data that is not read again soon (streaming loads).
 template <typename T>
 __device__ __forceinline__ ChannelVector<T> LoadLastChannels(const void* array, int64_t at) {
   ChannelVector<T> loaded;
@@ -85,7 +85,7 @@ __device__ __forceinline__ void LoadOfSegment(const ChannelNumbers& vector, int 
                                               int64_t channel, float (&values)[kChannelsOfThread]) {
   LoadFloats(vector.numbers + segment * vector.stride + channel, values);
 }
-// The same of a vector that may be absent.
+// The same; an absent vector has the number `absent` in all channels.
 __device__ __forceinline__ void LoadOfSegment(const ChannelNumbers& vector, int segment,
                                               int64_t channel, float absent,
                                               float (&values)[kChannelsOfThread]) {
@@ -94,7 +94,7 @@ __device__ __forceinline__ void LoadOfSegment(const ChannelNumbers& vector, int 
   for (int i = 0; i < kChannelsOfThread; ++i) values[i] = absent;
 }
 
-// Sums of a CTA's threads, `lanes` vectors of channels in each of `steps` rows, by channel.
+// The sums of a CTA's threads, `steps` rows of `lanes` threads, and their total for each channel.
 template <int kSums>
 struct ChannelSums {
   float of_thread[kSums][kPassThreads * kChannelsOfThread];
@@ -109,7 +109,7 @@ struct ChannelSums {
     }
     __syncthreads();
   }
-  // A sum of channel threadIdx.x, over the rows in order.
+  // Sum s of channel threadIdx.x, added over the CTA's rows of threads in order.
   __device__ __forceinline__ float Total(int s, int lanes, int steps) const {
     const int columns = lanes * kChannelsOfThread;
     float sum = 0;

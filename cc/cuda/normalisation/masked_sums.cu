@@ -23,9 +23,9 @@ struct SumForm {
 };
 
 // blockIdx.x: a segment and a slice of up to kMaxLanes vectors of channels; blockIdx.y: the part of
-// the rows. The threads of a CTA are `steps` rows of `lanes` vectors. All CTAs of a segment advance
-// together from the ends of the arrays to the start, because the previous kernel has written the
-// end last, so it is in L2.
+// the rows. The threads of a CTA cover `steps` rows of `lanes` vectors. All CTAs of a segment
+// process adjacent rows and advance from the end of the arrays to the start: the previous kernel
+// has written the end last, so L2 holds it.
 template <class Tag>
 __global__ void __launch_bounds__(kPassThreads, 2)
     SumMasked(const MaskedSums p, int slices, int lanes, int steps) {
@@ -35,8 +35,8 @@ __global__ void __launch_bounds__(kPassThreads, 2)
   constexpr bool kOperand = kMaskBy == MaskBy::kAffine || kMaskBy == MaskBy::kDerivative;
   constexpr int kSums = 1 + kArrays;
   constexpr int kLoads = kGradients + kArrays + (kMaskBy == MaskBy::kResult);
-  // An activation's derivative takes about as long as DRAM, so the next rows are in flight
-  // meanwhile. Scale and offset use the registers of one row's access.
+  // An activation's derivative takes about as long as DRAM, so the loads of the next rows overlap
+  // it. Scale and offset take as many registers as the loads of one row.
   constexpr bool kAhead = kMaskBy == MaskBy::kDerivative;
   constexpr int kUnroll =
       kRowsInFlight<(1 + kAhead) * kLoads * kVector * sizeof(T) + (kOperand ? 16 : 0)>;

@@ -1,16 +1,16 @@
 // The sums over positions in a normalisation's backward pass, with the mask or the derivative of an
 // activation, in one pass:
 //
-//     g        = gradient [+ gradient2], rounded
+//     g        = gradient, or gradient + gradient2 rounded
 //     dz       = g * derivative(u), rounded; or g where above < a (< below) or where a bit is
 //                set, else 0; or g
 //     sums[0]  = sum of dz,    sums[1 + i] = sum of dz * (y_i - mean_i)
 //
-// a is the activation's stored result, or u = (y_0 - mean_0) * scale + offset, rounded to dz's
-// type. Bits are those of normalise_add.h, (rows, channels / 8) bytes. Arrays are (segments, rows,
-// channels), contiguous, of one type. Vectors hold `channels` float32 numbers, one vector for all
-// segments or one for each. Each of a segment's `parts` CTAs adds its share of the rows in a fixed
-// order, so the bits of the sums depend only on the shape and on `parts`.
+// where a is the activation's stored result, or u = (y_0 - mean_0) * scale + offset rounded to dz's
+// type. The bits are those of normalise_add.h, (rows, channels / 8) bytes. Arrays are (segments,
+// rows, channels), contiguous, of one type. Vectors have `channels` float32 numbers; all segments
+// share a vector, or each has its own. Each of a segment's `parts` CTAs adds its share of the rows
+// in a fixed order, so the bits of the sums depend only on the shape and on `parts`.
 #ifndef JAXCONV_CUDA_NORMALISATION_MASKED_SUMS_H_
 #define JAXCONV_CUDA_NORMALISATION_MASKED_SUMS_H_
 

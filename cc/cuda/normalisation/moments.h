@@ -3,9 +3,10 @@
 //     mean = sum of y / rows,    M = sum of (y - mean)^2
 //
 // y is (segments, rows, channels), contiguous. Each of a segment's `parts` CTAs adds y - pivot and
-// its square over its share of the rows in a fixed order, with its first row as the pivot, so that
-// nothing cancels if the mean is large relative to the deviations. Part i has the blocks of rows
-// (as planned) blocks - 1 - i, blocks - 1 - i - parts, ...; the last may end early.
+// its square over its share of the rows in a fixed order. The pivot is the CTA's first row, so that
+// a mean that is large relative to the deviations does not cancel. Part i has the blocks of rows
+// blocks - 1 - i, blocks - 1 - i - parts, ... (PassPlan::block_rows rows each); the last block of a
+// segment may be shorter.
 #ifndef JAXCONV_CUDA_NORMALISATION_MOMENTS_H_
 #define JAXCONV_CUDA_NORMALISATION_MOMENTS_H_
 

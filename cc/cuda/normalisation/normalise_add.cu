@@ -46,10 +46,10 @@ struct AddForm {
 };
 
 // blockIdx.x: a slice of up to kMaxLanes vectors of channels; blockIdx.y: every gridDim.y-th block
-// of rows. The threads of a CTA are `steps` rows of `lanes` vectors; a row's bytes of bits are
-// contiguous. All CTAs advance together from the ends of the arrays to the start: the previous
-// kernel has written the end of y last, and the next kernel begins where the result is written
-// last.
+// of rows. The threads of a CTA cover `steps` rows of `lanes` vectors; the bits of a row are
+// contiguous bytes. All CTAs process adjacent rows and advance from the end of the arrays to the
+// start: the previous kernel has written the end of y last, and the next kernel begins where the
+// result is written last.
 template <class Tag>
 __global__ void __launch_bounds__(kPassThreads, 2)
     NormaliseAndAdd(const NormaliseAdd p, int lanes, int steps) {

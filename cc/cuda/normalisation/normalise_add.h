@@ -1,14 +1,13 @@
-// The end of a residual block in training, with one bit for each element: whether the activation's
-// gradient is one:
+// The end of a residual block in training, with one bit for each element that says whether the
+// activation's derivative is 1 there:
 //
-//     n_i     = (y_i - mean_i) * scale_i + offset_i in float32, rounded
-//     result = n_0 + other, rounded, clamped to [0, below]; other: an unnormalised array, or n_1
-//     bits    = 0 < result < below, of 8 channels a byte, the first channel's the lowest
+//     n_i    = (y_i - mean_i) * scale_i + offset_i, computed in float32 and rounded
+//     result = n_0 + n_1, or n_0 + shortcut, rounded and clamped to [0, below]
+//     bits   = 0 < result < below, 8 channels per byte, the first channel in the lowest bit
 //
-// Arrays are (rows, channels), contiguous, of one type; bits are (rows, channels / 8); vectors hold
-// `channels` float32 numbers. A product and its sum round once (FMA), as XLA's code may, so the
-// result differs from XLA's by at most a rounding; the bits are those of this result. NaN stays
-// NaN, and its bit is 0.
+// Arrays are (rows, channels), contiguous, of one type; bits are (rows, channels / 8); vectors have
+// `channels` float32 numbers. A product and a sum are rounded once (FMA), as XLA's code may do, so
+// the result differs from XLA's by at most one rounding. NaN stays NaN, and its bit is 0.
 #ifndef JAXCONV_CUDA_NORMALISATION_NORMALISE_ADD_H_
 #define JAXCONV_CUDA_NORMALISATION_NORMALISE_ADD_H_
 

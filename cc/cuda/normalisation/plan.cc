@@ -52,8 +52,8 @@ Status CheckCut(int64_t segments, int64_t rows, int64_t channels, int64_t parts)
 namespace normalisation {
 namespace {
 
-// The form of a key, by pass, and its cost for an element: arrays read or written, bits,
-// instructions (counted in the SASS of sm_90a).
+// The kernel form for a key, and its cost for each element: the arrays that it reads or writes,
+// whether it moves bits, and the instructions (counted in the SASS of sm_90a).
 struct Form {
   PassForm form = {};
   int64_t arrays = 0;

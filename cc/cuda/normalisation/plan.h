@@ -1,5 +1,5 @@
-// The division of passes over (segments, rows, channels). The division of a sum depends only on the
-// shape, so that its bits are the same on every device.
+// The division of passes over (segments, rows, channels) among CTAs and threads. The division of a
+// sum depends only on the shape, so that its bits are the same on every device.
 #ifndef JAXCONV_CUDA_NORMALISATION_PLAN_H_
 #define JAXCONV_CUDA_NORMALISATION_PLAN_H_
 
@@ -56,13 +56,14 @@ namespace normalisation {
 
 const std::vector<PassKernel>& Kernels();
 
-// Rows that a thread of `moments` or `activated_sums` loads at a time; 0 for a type that it does not
-// accept.
+// Rows that a thread of `moments` or `activated_sums` loads at a time; 0 for a type that it does
+// not accept.
 int RowsOfThread(std::string_view pass, DType dtype);
 
-// Plans masked_sums, activated_sums, moments and normalise_add on r rows in each of s segments and c channels, with
-// the words: g and y, the numbers of gradients and arrays; "result", "affine" or "bits";
-// "activation:" and the name of a derivative's activation; "stores"; "bounded".
+// Plans masked_sums, activated_sums, moments and normalise_add. Words of the key: "s", segments;
+// "r", rows of a segment; "c", channels; "g" and "y", the numbers of gradients and arrays;
+// "result", "affine" or "bits", the source of the mask; "activation:" and a name; "stores";
+// "bounded".
 Status PlanOf(const PassKey& key, const Gpu& gpu, PassPlan* plan);
 
 }  // namespace normalisation

@@ -1,21 +1,21 @@
 // The maxima of windows and their positions (max_pool.h).
 //
 // A thread has 8 channels of one column of windows and advances along the outer axis from window to
-// window. A row of a window is the part at one outer coordinate; its maximum is formed over the
+// window. A row of a window is the part at one outer coordinate; its maximum is taken over the
 // middle and inner axes. Windows that overlap by kKept rows share the maxima of these rows, so each
-// column reads and normalises an element once: 3x3 with stride 2 reads 6 elements for a window
-// instead of 9 (4 would be the minimum).
+// column reads and normalises an element once: 3x3 with stride 2 reads 6 elements per window
+// instead of 9 (the array has 4 per window).
 //
-// The digits of a thread's number are, fastest first: vector of channels, inner, middle, part of
-// the column, example. A warp's loads are whole lines, and L1 serves the lines that neighbours
+// The thread index is, fastest first: vector of channels, inner window, middle window, part of the
+// column, example. A warp loads whole cache lines, and L1 serves the lines that adjacent windows
 // share. While a batch of up to kColumns elements of a row is pooled, the next batch is loaded,
-// across rows and windows.
+// even if it belongs to the next row or window.
 //
-// Everything but the normalisation is computed on words, pairs of 16-bit elements or one float32. A
-// comparison gives a mask of ones for each element, which selects the operand and (its bytes) the
-// position. After batch norm, the maximum is compared, because a window with NaN has no position,
-// and rectified at the end, because elements <= 0 have none. Otherwise `taken` is compared, and the
-// maximum, which stays NaN after a NaN, is kept separately.
+// Everything except the normalisation is computed on words of two 16-bit elements or one float32. A
+// comparison returns a mask of ones or zeros for each element, which selects the operand and (by
+// its bytes) the position. After batch norm, maxima are compared, because a window with NaN has no
+// position, and rectified at the end, because elements <= 0 have none. Otherwise `taken` is
+// compared, and the maximum, which stays NaN after a NaN, is computed separately.
 #ifndef JAXCONV_CUDA_POOLING_MAX_POOL_CUH_
 #define JAXCONV_CUDA_POOLING_MAX_POOL_CUH_
 
@@ -99,13 +99,13 @@ __device__ __forceinline__ constexpr uint32_t Lowest() {
   return std::is_same_v<T, __half> ? 0xfc00fc00u : 0xff80ff80u;
 }
 
-// The result over some elements of a window, in order.
+// The result of a search over some elements of a window.
 template <typename T, bool kAffine, bool kPlaces>
 struct Found {
   using Words = ElementWords<T>;
   static constexpr int kWords = Words::kWords;
   Words largest;
-  Words taken;  // the operand at the position
+  Words taken;  // the operand of the selected element
   uint32_t place[kQuads];
 
   static __device__ __forceinline__ Found Nothing() {
@@ -132,8 +132,8 @@ struct Found {
 #pragma unroll
     for (int i = 0; i < kWords; ++i) largest.word[i] = Larger<T>(largest.word[i], z.word[i]);
   }
-  // Adds the elements of a following row, whose positions in the window are higher by `number`. If
-  // the row has a NaN, its element is taken in any case.
+  // Adds the elements of a later row, whose positions in the window are higher by `number`. If the
+  // row contains a NaN, its selected element replaces the present one in any case.
   __device__ __forceinline__ void Append(const Found& row, uint32_t number) {
     if constexpr (kPlaces) {
       uint32_t keeps[kWords];
@@ -157,7 +157,7 @@ struct Found {
     for (int i = 0; i < kWords; ++i)
       largest.word[i] = Larger<T>(largest.word[i], row.largest.word[i]);
   }
-  // max(maximum, lowest); nothing is taken where it is not above 0.
+  // maximum = max(maximum, lowest). No element is selected where the maximum is not above 0.
   __device__ __forceinline__ void Rectify(uint32_t lowest) {
     uint32_t above[kWords];
 #pragma unroll
@@ -197,8 +197,8 @@ struct PoolForm {
   static constexpr int kKept = kKeptArg;
 };
 
-// kKept: rows that a window shares with the next one, or 0. kOneBatch: a row is one batch, as in
-// windows of two axes up to kColumns wide.
+// kKept: the rows that a window shares with the next one and whose maxima are kept, or 0.
+// kOneBatch: each row is one batch, as in windows of two axes up to kColumns wide.
 template <class Tag, bool kSm90>
 __global__ void __launch_bounds__(kPoolThreads, kPoolCtas<sizeof(typename Tag::Element), kSm90> -
                                                     (kSm90 && sizeof(typename Tag::Element) == 2
@@ -225,7 +225,8 @@ __global__ void __launch_bounds__(kPoolThreads, kPoolCtas<sizeof(typename Tag::E
       channel;
   const int32_t first_middle = middle_window * p.stride[1] - p.low[1];
   const int32_t first_column = inner * p.stride[2] - p.low[2];
-  // Whether the window has elements along these axes, and the mask of a batch's columns that exist.
+  // Whether the window contains elements, not only padding, along these axes; and the columns of a
+  // batch that exist, as a mask.
   const bool has_elements = first_middle + p.size[1] > 0 && first_middle < p.in[1] &&
                             first_column + p.size[2] > 0 && first_column < p.in[2];
   auto columns_of = [&](int32_t column) {
@@ -243,7 +244,7 @@ __global__ void __launch_bounds__(kPoolThreads, kPoolCtas<sizeof(typename Tag::E
     LoadNumbers(p.offset + channel, by.offset);
   }
 
-  // The next batch to load; `line`: its row's first column.
+  // The next batch to load. `line` is the address of its row's first column.
   int32_t windows = min(p.walk, p.out[0] - first_window), row = 0, middle = 0, column = 0;
   int32_t top = first_window * p.stride[0] - p.low[0];  // of the window being pooled
   int32_t h = top;

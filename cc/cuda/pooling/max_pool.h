@@ -1,14 +1,14 @@
 // Max pooling in one pass: the maxima of windows and their positions.
 //
 //     z        = x, or max(round((x - mean) * scale + offset), 0) (batch norm and ReLU)
-//     maximum  = max of z over the window, -inf in the padding
-//     place    = the position of the element that is taken (windows.h)
-//     operand = x at this position
+//     maximum  = max of z over the window, with -inf in the padding
+//     place    = the position of the selected element in its window (windows.h)
+//     operand  = x at this position
 //
-// In row-major order, a later element replaces the taken one unless the taken one is greater or
-// equal. So the first of equal elements is taken; in a window with NaN, the last NaN or an element
-// after it. After ReLU, a maximum that is not above 0 has the place kNoPlace and the operand 0,
-// because x has no gradient there.
+// The window is searched in row-major order. An element replaces the selected one unless the
+// selected one is greater or equal. So the first of equal elements is selected; in a window with
+// NaN, the last NaN or an element after it. After ReLU, a maximum that is not above 0 has the place
+// kNoPlace and the operand 0, because x has no gradient there.
 #ifndef JAXCONV_CUDA_POOLING_MAX_POOL_H_
 #define JAXCONV_CUDA_POOLING_MAX_POOL_H_
 
@@ -30,7 +30,7 @@ struct MaxPool {
   void* maxima;
   uint8_t* places;  // or null
   void* operands;   // or null; with places only
-  int64_t walk;     // most windows of a thread (plan.h)
+  int64_t walk;     // the most windows of a column that one thread computes (plan.h)
 };
 
 // Unimplemented: a type, windows or a number of channels that the kernels do not accept; operands

@@ -16,10 +16,10 @@ namespace {
 // Rounded up to groups of four windows.
 constexpr int kMaxBefore = kMaxPoolWindow + 3;
 
-// A window that may contain the elements of a stride.
+// One of the windows that contain a thread's elements.
 struct Before {
-  uint8_t strides[kPoolAxes];  // strides from its start to theirs
-  uint32_t number;             // number of that position in the window, in every byte
+  uint8_t strides[kPoolAxes];  // strides from the window's start to the elements
+  uint32_t number;             // the place of that position in the window, in every byte
 };
 
 struct Params {
@@ -41,12 +41,12 @@ struct Params {
   void* dx;
 };
 
-// A thread has 8 channels of one stride along each axis. Its elements lie in the same windows: the
-// one that begins with the stride, and windows that begin before it. It holds the positions and
-// gradients of kHeld windows: all of them, or a group at a time for each element. A warp's loads
-// and stores are whole lines, or lines shared with the next warp. Loops are uniform: a window that
-// does not exist reads another window without positions, and elements in the padding are not
-// stored.
+// A thread has 8 channels of the elements from stride * i to stride * (i + 1) - 1 along each axis.
+// These lie in the same windows: window i and windows that begin before it. The thread holds the
+// places and gradients of kHeld windows: of all, or of one group at a time for each element. A warp
+// loads and stores whole cache lines, or lines shared with the next warp. Loops are uniform: in
+// place of a window that does not exist, a thread reads another window and ignores its places;
+// elements in the padding are not stored.
 template <typename T, int kHeldArg, bool kAllArg, bool kTwoArg, bool kAffineArg>
 struct GatherForm {
   using Element = T;

@@ -1,8 +1,8 @@
 // The gradient of max pooling, as a gather: an element's gradient is the sum of dy over the windows
-// that contain it and have it as their place (max_pool.h). Sums are float32, in a fixed order,
-// rounded once.
+// whose place is this element (max_pool.h). Sums are float32, in a fixed order, rounded once.
 //
-// If batch norm precedes the pooling, the gradient of its operand y, from the same sum dz:
+// If batch norm precedes the pooling, the result is the gradient of its operand y, from the same
+// sum dz:
 //
 //     dx = dz * scale + y * y_scale + offset
 #ifndef JAXCONV_CUDA_POOLING_MAX_POOL_GRADIENT_H_

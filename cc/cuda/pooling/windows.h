@@ -39,8 +39,8 @@ struct PoolWindows {
   // The most windows that contain an element.
   int64_t overlaps(int axis) const { return (size[axis] + stride[axis] - 1) / stride[axis]; }
 
-  // The number of a position in a window is its dot product with the weights. For this, windows are
-  // extended to whole strides: a position is stride * j + a for all a and j.
+  // The place of a position in a window is its dot product with these weights, which are row-major
+  // for window extents rounded up to a multiple of the stride.
   int64_t weight(int axis) const {
     int64_t weight = 1;
     for (int i = axis + 1; i < kPoolAxes; ++i) weight *= overlaps(i) * stride[i];

@@ -1,9 +1,9 @@
 """From a primitive to its kernel: the common path of all convolutions with kernels.
 
-A primitive's static parameters form a ``Call``. The base class has the common parts: the check at
-trace time, selection, sharding, the custom call, the XLA operations if no kernel fits, and the
-record of these. A subclass has a primitive's own parts: its arrays, its problem key and its
-definition in JAX operations.
+A primitive's static parameters form a ``Call``. The base class contains what primitives share: the
+check at trace time, selection, sharding, the custom call, the lowering to XLA if no kernel accepts
+the problem, and the record for ``explain``. A subclass adds a primitive's arrays, its problem key
+and its definition in JAX operations.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Call(partition.Splittable):
         out_dtype: the dtype of the first result.
         subject: the operation's name in errors.
         demands: the algorithms that every call of this kind accepts.
-        fused: whether it has an epilogue, which ``apart`` computes separately.
+        fused: whether it has an epilogue, which ``apart`` computes if no kernel does.
     """
 
     if TYPE_CHECKING:
@@ -142,7 +142,7 @@ class Call(partition.Splittable):
         """
 
     def select_beforehand(self, platform: str, sizes: Sizes, dtype: np.dtype) -> Selected:
-        """``select`` for the same convolution of an input dilated and cropped beforehand."""
+        """``select`` for the convolution after its input was dilated and cropped separately."""
         if self.conv.symbolic:
             return native.Selection(None), ""
         explicit = explicit_input(self.conv)
@@ -154,7 +154,7 @@ class Call(partition.Splittable):
         return self.with_conv(explicit).select(platform, sizes, dtype)
 
     def beforehand(self, *operands: jax.Array) -> list[jax.Array]:
-        """The call with x dilated and cropped by separate operations, or dx by their inverse."""
+        """The call with x dilated and cropped by separate operations; for dgrad, dx inversely."""
         call = self.with_conv(explicit_input(self.conv))
         arrays, results = self.tensors(*(operand.shape for operand in operands))
         x = results[0] if self.op is Op.DGRAD else arrays[0]
@@ -175,7 +175,7 @@ class Call(partition.Splittable):
         return call.bind(padded, *operands[1:])
 
     def apart(self, *operands: jax.Array) -> list[jax.Array]:
-        """The results of a fused call, from one without epilogue and JAX operations."""
+        """The results of a fused call, by a call without epilogue and JAX operations."""
         raise NotImplementedError
 
     def without_epilogue(self) -> Call | None:
@@ -184,11 +184,11 @@ class Call(partition.Splittable):
 
     @abc.abstractmethod
     def definition(self, platform: str | None, in_jax: bool) -> Callable[..., Any]:
-        """The result in JAX operations; with ``in_jax``, by the demanded algorithm."""
+        """The convolution in JAX operations; with ``in_jax``, by the demanded algorithm."""
 
     @property
     def in_64_bits(self) -> bool:
-        """Whether the definition has 64-bit types, independent of JAX's setting."""
+        """Whether the definition needs 64-bit types even if JAX has them disabled."""
         return False
 
     def in_jax_elsewhere(self, sizes: Sizes, dtype: np.dtype) -> bool:
@@ -273,7 +273,7 @@ def check(call: Call, lhs_shape: Sequence[int], rhs_shape: Sequence[int], dtype:
 
 
 def _is_met(call: Call, sizes: Sizes) -> bool:
-    """Whether the demanded algorithm accepts every problem."""
+    """Whether the demanded algorithm needs no check, because it accepts this problem always."""
     demanded = call.algorithm not in call.demands and selection.applies(call.algorithm, call.op)
     return not demanded or sizes.empty
 
@@ -324,7 +324,7 @@ def lower(kind: Callable[..., Call], platform: str, ctx, *operands, **parameters
         flops(call.conv, sizes),
         epilogue=" ".join(call.words),
     )
-    with record.paused():  # the parts on every device are this one convolution
+    with record.paused():  # each device's part belongs to this one convolution
         split = partition.lower(ctx, call, operands)
     if split is not None:
         return recorded(chosen, split)

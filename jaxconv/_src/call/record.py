@@ -129,7 +129,7 @@ _sinks: contextvars.ContextVar[tuple[Recording, ...]] = contextvars.ContextVar("
 
 
 class _Outer(NamedTuple):
-    """Data that an operation passes on to the operations to which it is lowered."""
+    """Data of an operation for the record of the convolutions to which it is lowered."""
 
     source: str = ""
     module: str = ""

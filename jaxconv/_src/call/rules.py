@@ -1,4 +1,4 @@
-"""Registers the rules that JAX requires of a primitive, except derivatives."""
+"""Rules that JAX requires of a primitive, derived from its definition in JAX operations."""
 
 from __future__ import annotations
 
@@ -17,15 +17,35 @@ from jaxconv._src.sharding import partition
 from jaxconv._src.sharding.split_pass import SplitPass
 
 
-def batched_as(in_jax: Callable[..., Sequence[Any]]) -> Callable:
-    """The batching rule of a primitive with several results: ``vmap`` of its JAX operations."""
+def batched_as(in_jax: Callable[..., Any]) -> Callable:
+    """The batching rule of a primitive with one result or several: ``vmap`` of JAX operations."""
 
     def batch(operands: Sequence[Any], mapped_axes: Sequence[Any], **parameters: Any) -> Any:
         mapped = jax.vmap(functools.partial(in_jax, **parameters), in_axes=mapped_axes)
         results = mapped(*operands)
-        return results, [0] * len(results)
+        return results, jax.tree.map(lambda _: 0, results)
 
     return batch
+
+
+def tangent_of(
+    in_jax: Callable[..., Any], primals: Sequence[Any], tangents: Sequence[Any], **parameters: Any
+) -> Any:
+    """The tangent of a primitive's results: ``jax.jvp`` of its JAX operations.
+
+    Args:
+        in_jax: the primitive in JAX operations.
+        primals: all operands.
+        tangents: the tangents of the first operands; the remaining operands have no derivative.
+        parameters: the primitive's parameters.
+    """
+    count = len(tangents)
+
+    def differentiable(*operands: jax.Array) -> Any:
+        return in_jax(*operands, *primals[count:], **parameters)
+
+    given = tuple(map(ad.instantiate_zeros, tangents))
+    return jax.jvp(differentiable, tuple(primals[:count]), given)[1]
 
 
 def transposed_as(in_jax: Callable[..., Sequence[Any]]) -> Callable:
@@ -39,9 +59,7 @@ def transposed_as(in_jax: Callable[..., Sequence[Any]]) -> Callable:
             rest = iter(others)
             return in_jax(*(next(rest) if g is None else g for g in given), **parameters)
 
-        found = iter(
-            jax.linear_transpose(linear, *types)([ad.instantiate_zeros(c) for c in cotangents])
-        )
+        found = iter(jax.linear_transpose(linear, *types)([*map(ad.instantiate_zeros, cotangents)]))
         return [next(found) if g is None else None for g in given]
 
     return transpose
@@ -92,11 +110,11 @@ def lowered_pass(
     in_jax: Callable[..., Sequence[Any]],
     call: SplitPass,
 ) -> Sequence[Any]:
-    """Lowers a primitive with CUDA kernels only: on each device to its call, otherwise to XLA.
+    """Lowers a primitive that has CUDA kernels only: to its custom call, else to JAX operations.
 
     Args:
         platform, ctx: as for a lowering rule.
-        operands: the primitive's.
+        operands: the primitive's operands.
         key: the key of the pass, or None if the call cannot express the primitive.
         by_kernel: emits the call for a plan with a kernel.
         in_jax: lowers to JAX operations.
@@ -108,7 +126,7 @@ def lowered_pass(
         return in_jax(ctx, *operands)
     results = None
     if plan is None or plan.kernel is not None:
-        with record.paused():  # the parts on every device are this one pass
+        with record.paused():  # each device's part belongs to this one pass
             results = partition.lower(ctx, call, operands)
     if results is None:
         if plan is not None and plan.kernel is not None:

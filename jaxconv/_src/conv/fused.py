@@ -134,7 +134,20 @@ def moments_type(spec: ConvSpec, y: jax.core.ShapedArray, dtype: np.dtype) -> ja
 # --- differentiation ---
 
 
-def _jvp(primals, tangents, *, spec: ConvSpec, epilogue: Epilogue, out_dtype: np.dtype):
+def _jvp(primals, tangents, **parameters):
+    results, found = linearized(primals, tangents, **parameters)
+    return results, [t.astype(r.dtype) for r, t in zip(results, found, strict=True)]
+
+
+def linearized(
+    primals: Sequence[Any],
+    tangents: Sequence[Any],
+    *,
+    spec: ConvSpec,
+    epilogue: Epilogue,
+    out_dtype: np.dtype,
+) -> tuple[list[jax.Array], list[jax.Array]]:
+    """The results and their tangents, these in the accumulator's dtype."""
     names = ("x", "w", *epilogue.terms)
     value = dict(zip(names, primals, strict=True))
     tangent = {
@@ -152,10 +165,10 @@ def _jvp(primals, tangents, *, spec: ConvSpec, epilogue: Epilogue, out_dtype: np
         # jax.checkpoint: the backward pass then keeps y or pre, not a float32 function of it.
         times_derivative = jax.checkpoint(form.tangent, prevent_cse=False)
         dy = times_derivative(y if form.differentiates_from_y else results[1], dt)
-    out, out_tangents = [y], [dy.astype(out_dtype)]
+    out, out_tangents = [y], [dy]
     if epilogue.pre:
         out.append(results[1])
-        out_tangents.append(dt.astype(out_dtype))
+        out_tangents.append(dt)
     if epilogue.statistics:
         out.append(results[-1])
         of_moments = jax.checkpoint(

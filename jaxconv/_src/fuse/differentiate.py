@@ -2,15 +2,15 @@
 
 ``jax.grad(fuse(loss))`` differentiates fused calls by their rules. ``fuse(train_step)`` leads to
 the same calls: while ``fuse`` traces, JAX differentiates ``fuse`` of each function instead of the
-function. In the program of a derivative, a convolution's result would have uses that the forward
-pass lacks.
+function itself. Fusing after differentiation would find fewer chains, because in the program of a
+derivative a convolution's result has additional uses.
 
 ``compat.replace_differentiated`` installs this in JAX once per process. Each derivative reads
 ``fuse_trace.options_in_force``, which is thread-local and None outside the traces of ``fuse``;
 derivatives are then JAX's own.
 
-A function stays unchanged if it cannot be traced apart from its caller: it branches on the
-differentiated value, or the rule of a custom derivative in it needs a value of its trace.
+A function stays unfused if it cannot be traced separately from its caller: it branches on the
+differentiated value, or the rule of a custom derivative inside it uses one of its traced values.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _log = logging.getLogger("jaxconv")
 
 
 def _fused(function: Callable) -> Callable:
-    """The function that JAX differentiates instead of a function, in the current trace."""
+    """The function that JAX differentiates instead of ``function`` in the current trace."""
     options = fuse_trace.options_in_force()
     if options is None or not options.gradients:
         return function
@@ -48,13 +48,13 @@ def _fused(function: Callable) -> Callable:
 
 
 class _LeftError(Exception):
-    """A function that cannot be traced apart from its caller."""
+    """A function cannot be traced separately from its caller."""
 
 
 def _evaluated(function: Callable, args: tuple[Any, ...], options: fuse_trace.Options) -> Any:
     try:
         traced = fuse_trace.traced(function, args, {}, options)
-    except Exception as error:  # unless it concerns this trace, the function raises it again
+    except Exception as error:  # if tracing did not cause it, the unfused function raises it again
         raise _LeftError(str(error).partition("\n")[0]) from error
     compat.end_trace(traced.trace)
     try:

@@ -1,4 +1,4 @@
-"""``fuse``: makes a convolution and the operations that follow it one call."""
+"""``fuse``: computes a convolution and the operations after it by one call."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def fuse(
 
 
 def fuse(fun: Callable | None = None, *, fold: bool = False, gradients: bool = True) -> Callable:
-    """Returns an equivalent function with elementwise operations inside the convolutions' calls.
+    """Returns an equivalent function whose convolution calls include the operations after them.
 
     After each convolution of ``jax.lax`` or of this library, a chain of
 
@@ -35,12 +35,11 @@ def fuse(fun: Callable | None = None, *, fold: bool = False, gradients: bool = T
         of the result's shape, an activation, and conversions between floating-point types
 
     becomes part of the convolution's call, ``conv(x, w, scale=, bias=, residual=, activation=)``,
-    if each intermediate value has one use. The call also returns the mean and variance of its
-    result for batch norm in training (``statistics=True``), if a kernel computes them.
-    Normalisation and max pooling layers become calls whose derivatives make fewer passes over the
-    activations and use no scatter. The arithmetic is float32, rounded once at the end, so 16-bit
-    results are more accurate than the program's; scale and bias are combined in float32.
-    docs/fusing.md lists the recognised operations.
+    if each intermediate value has one use. For batch norm in training the call also returns the
+    mean and variance of its result (``statistics=True``), if a kernel computes them. Normalisation
+    and max pooling layers become calls whose derivatives make fewer passes over the activations and
+    use no scatter. The epilogue is computed in float32 and rounded once at the end, so 16-bit
+    results are more accurate than the program's. docs/fusing.md lists the recognised operations.
 
         logits = jax.jit(jaxconv.fuse(model.apply))(variables, images)
         step = jax.jit(jaxconv.fuse(train_step), donate_argnums=0)

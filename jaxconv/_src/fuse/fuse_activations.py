@@ -1,8 +1,8 @@
-"""Recognises activation functions by what they compute, whatever library wrote them.
+"""Recognises activation functions by the values that they compute, in any spelling.
 
-Products and sums are brought to a normal form, a number and the other operands, so that
-``0.5 * x * (1 + erf(x / sqrt(2)))`` and ``x * erfc(-x * sqrt(0.5)) / 2`` are one function. Calls
-(``custom_jvp`` and ``custom_vjp`` functions, such as ``jax.nn.relu``) are looked into.
+Products and sums are brought to a canonical form, one number and the other operands, so that
+``0.5 * x * (1 + erf(x / sqrt(2)))`` and ``x * erfc(-x * sqrt(0.5)) / 2`` are the same function. The
+bodies of ``custom_jvp`` and ``custom_vjp`` calls, such as ``jax.nn.relu``, are read too.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from jaxconv._src.fuse.fuse_graph import Graph, live, type_of
 from jaxconv._src.passes import derivatives
 from jaxconv._src.sharding import explicit_mesh
 
-# A name of the contract, or the name and a slope.
+# A name of ``epilogue.ACTIVATIONS``, or the name and a slope.
 Activation = str | tuple[str, float]
 
 CALLS = ("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr")
 
-# The longest way of equations from an activation's operand to its result (gelu has 8).
+# The most equations between an activation's operand and its result (gelu has 8).
 _LONGEST = 12
 
-# Activations whose sign, as rounded, is that of their operand as rounded: comparisons with these
-# numbers give the same for both.
+# For each activation, the numbers with which a comparison gives the same answer for the rounded
+# operand and for the rounded result.
 COMPARABLE: dict[str, tuple[float, ...]] = {
     "relu": (0.0,),
     "relu6": (0.0, 6.0),
@@ -42,14 +42,14 @@ COMPARABLE: dict[str, tuple[float, ...]] = {
 
 
 def name_of(activation: Activation) -> str:
-    """Its name without the slope."""
+    """The activation's name, without the slope."""
     return activation if isinstance(activation, str) else activation[0]
 
 
 def find(graph: Graph, x: Var) -> tuple[Var, Activation] | None:
-    """The activation that is applied to ``x``: its result and which it is.
+    """The result and the name of the activation that is applied to ``x``, or None.
 
-    Of several the largest, silu and not the sigmoid in it.
+    The longest match is returned: silu instead of the sigmoid inside it.
     """
     found, reached, frontier = None, {x}, [x]
     for _ in range(_LONGEST):
@@ -73,7 +73,10 @@ def find(graph: Graph, x: Var) -> tuple[Var, Activation] | None:
 
 
 def comparable(graph: Graph, position: int, x: Var, activation: Activation | None) -> bool:
-    """Whether a comparison of an activation's operand gives the same of the activation's result."""
+    """Whether the comparison at ``position``, of an activation's operand, may read its result.
+
+    True if the comparison gives the same answer for the result as for the operand.
+    """
     eqn = graph.eqns[position]
     name = name_of(activation or "")
     numbers = COMPARABLE.get(name)
@@ -89,10 +92,11 @@ def comparable(graph: Graph, position: int, x: Var, activation: Activation | Non
 
 
 def compared(graph: Graph, x: Var, out: Var) -> list[int]:
-    """Positions of comparisons of an activation's result with its operand or a part of it.
+    """Positions of comparisons of an activation's result with its operand or a value in between.
 
-    The derivative of ``max`` has them. The operand is rounded before the activation and the call's
-    result behind it: in 16 bits neither of two operands of ``max`` need be equal to that result.
+    The derivative of ``max`` compares its result with both operands. The program rounds the operand
+    before the activation, the fused call rounds only the result. In 16 bits the call's result may
+    therefore differ from both operands.
     """
     inside = {x}
 
@@ -110,19 +114,19 @@ def compared(graph: Graph, x: Var, out: Var) -> list[int]:
 
 _COMPARISONS = ("eq", "ne", "gt", "lt", "ge", "le")
 
-# Activations whose derivative does not depend on how they are written.
+# Activations that have the same derivative in every spelling.
 _BY_NAME = ("sigmoid", "tanh")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Written:
-    """An activation in the operations of a program (``epilogue.Written``).
+    """An activation with the program's own operations (implements ``epilogue.Written``).
 
     Attributes:
-        function: the operations, of an array of one shape and dtype, element by element.
-        operand: that array's type.
-        activation: which activation it is, if it has a name of the contract.
-        mask, named: as of ``normalise.Activation``.
+        function: the operations, elementwise, for an array of the type ``operand``.
+        operand: the type of the array that the program passes to the activation.
+        activation: the activation's name in ``epilogue.ACTIVATIONS``, or None.
+        mask, named: as in ``normalise.Activation``.
     """
 
     function: Callable[[jax.Array], jax.Array]
@@ -132,14 +136,14 @@ class Written:
     named: tuple[str, float] | None = None
 
     def value(self, t: jax.Array) -> jax.Array:
-        """The function of t, whose elements have any shape."""
+        """The activation of t, elementwise; t has any shape and dtype."""
         return self._shaped(self._placed(t.astype(self.operand.dtype)))
 
     def _placed(self, array: jax.Array) -> jax.Array:
-        """An operand or a gradient, on an explicit mesh with the sharding of the program's operand.
+        """An operand or a gradient, resharded on an explicit mesh as the program's operand.
 
-        The program's operations have that sharding in their parameters. A gradient, or an operand
-        that is computed again from vectors that are split, may have another one.
+        The parameters of the program's operations contain that sharding. A gradient, or an operand
+        recomputed from sharded vectors, may have another one.
         """
         same = array.shape == self.operand.shape
         return explicit_mesh.like(array, self.operand) if same else array
@@ -154,7 +158,10 @@ class Written:
 
     @functools.cached_property
     def differentiates_from_y(self) -> bool:
-        """Whether the derivative reads its operand in comparisons alone that the result answers."""
+        """Whether the derivative can be computed from the result y.
+
+        True if the derivative reads the operand only in comparisons that may read y instead.
+        """
 
         def derivative(t: jax.Array, dt: jax.Array) -> jax.Array:
             return jax.jvp(self.function, (t,), (dt,))[1]
@@ -170,21 +177,21 @@ class Written:
         )
 
     def tangent(self, value: jax.Array, dt: jax.Array) -> jax.Array:
-        """The derivative at ``value`` times dt. Both have any shape, as vmap folds axes."""
+        """The derivative at ``value`` times dt, in dt's dtype. Under vmap they have any shape."""
         if self.named is not None:
             return self._times_derivative(value, dt)
-        t, narrow = (self._placed(a.astype(self.operand.dtype)) for a in (value, dt))
-        return jax.jvp(self._shaped, (t,), (narrow,))[1].astype(dt.dtype)
+        t, rounded = (self._placed(a.astype(self.operand.dtype)) for a in (value, dt))
+        return jax.jvp(self._shaped, (t,), (rounded,))[1].astype(dt.dtype)
 
     def _times_derivative(self, value: jax.Array, dt: jax.Array) -> jax.Array:
-        """As ``masked_sums`` has it, rounded once: its sums are those of the same numbers."""
+        """``tangent`` by the formula of ``masked_sums``, whose sums are of these rounded values."""
         assert self.named is not None
         t = self._placed(value.astype(self.operand.dtype))
         of_t = derivatives.derivative(*self.named, t)
         return (of_t * self._placed(dt).astype(np.float32)).astype(dt.dtype)
 
     def cotangent(self, value: jax.Array, dz: jax.Array) -> jax.Array:
-        """The same of dz, also of a function that has a derivative backwards alone."""
+        """``tangent`` for a gradient dz, also of a function that has only a reverse-mode rule."""
         if self.named is not None:
             return self._times_derivative(value, dz)
         t = self._placed(value.astype(self.operand.dtype))
@@ -193,10 +200,11 @@ class Written:
 
 
 def written(graph: Graph, x: Var, out: Var, activation: Activation) -> Written | None:
-    """An activation as the program wrote it, for its derivative; None for that of its name.
+    """The activation as the program wrote it, or None if its name determines its derivative.
 
-    The latter is right of sigmoid and tanh, and needs the result alone. Others differ at corners,
-    at infinities, and where a function has a derivative of its own.
+    The name determines the derivative of sigmoid and tanh, which needs only the result. Spellings
+    of other activations have different derivatives at corners and at infinity, and a ``custom_jvp``
+    or ``custom_vjp`` function has its own.
     """
     positions = graph.computed_from(out, x) or ()
     own = any(graph.eqns[i].primitive.name in CALLS for i in positions)
@@ -207,7 +215,7 @@ def written(graph: Graph, x: Var, out: Var, activation: Activation) -> Written |
 
 
 def classify(graph: Graph, atom: Any, x: Any) -> Activation | None:
-    """Which activation of ``x`` an atom is, or None."""
+    """The activation of ``x`` that an atom is, or None."""
     atom = graph.source(atom)
     eqn = graph.producer(atom)
     if eqn is None:
@@ -226,7 +234,7 @@ def classify(graph: Graph, atom: Any, x: Any) -> Activation | None:
 
 
 def _called(graph: Graph, eqn: Any, x: Any) -> Activation | None:
-    """An activation that is a function of its own."""
+    """The activation that a ``custom_jvp`` or ``custom_vjp`` call computes, or None."""
     inner = eqn.params.get("call_jaxpr") or eqn.params.get("fun_jaxpr")
     inner = getattr(inner, "jaxpr", inner)
     of_x = [i for i, atom in enumerate(eqn.invars) if _same(graph, atom, x)]
@@ -245,9 +253,10 @@ def _called(graph: Graph, eqn: Any, x: Any) -> Activation | None:
 
 
 def flattened(jaxpr: Any) -> tuple[list[Any], dict[Any, Any]]:
-    """The equations of a small function with its ``jit`` calls replaced by what they call.
+    """The equations of a small function with its ``jit`` calls inlined, and the renamed variables.
 
-    Variables of a function that is called twice are not told apart; the second call stays a call.
+    Only the first call of a jitted function is inlined, because a second copy would have the same
+    variables.
     """
     eqns: list[Any] = []
     substitution: dict[Any, Any] = {}
@@ -289,7 +298,7 @@ def _near(number: float | None, expected: float, x: Any) -> bool:
 
 
 def _factors(graph: Graph, atom: Any, x: Any) -> tuple[float, list[Any]]:
-    """An atom as a number times other atoms, of which ``x`` is taken as one."""
+    """An atom as a number times other atoms; ``x`` is not decomposed."""
     number = graph.constant(atom)
     if number is not None:
         return number, []
@@ -325,7 +334,7 @@ def _power(graph: Graph, eqn: Any) -> int | None:
 
 
 def _summands(graph: Graph, atom: Any, x: Any) -> tuple[float, list[Any]]:
-    """An atom as a number plus other atoms, of which ``x`` is taken as one."""
+    """An atom as a number plus other atoms; ``x`` is not decomposed."""
     number = graph.constant(atom)
     if number is not None:
         return number, []
@@ -344,7 +353,7 @@ def _one_plus(graph: Graph, atom: Any, x: Any) -> Any:
 
 
 def _power_of(graph: Graph, factors: list[Any], x: Any) -> int:
-    """How many factors there are where all are ``x``, else 0."""
+    """The number of factors if all of them are ``x``, else 0."""
     return len(factors) if all(_same(graph, f, x) for f in factors) else 0
 
 
@@ -355,7 +364,7 @@ def _multiple(graph: Graph, atom: Any, scale: float, x: Any) -> bool:
 
 
 def _unary(graph: Graph, atom: Any, *names: str) -> Any:
-    """The operand of the operation of such a name that makes an atom, or None."""
+    """The operand of the operation that computes an atom if it has one of the names, or None."""
     eqn = graph.producer(atom)
     return eqn.invars[0] if eqn is not None and eqn.primitive.name in names else None
 
@@ -388,7 +397,7 @@ def _rectified(graph: Graph, eqn: Any, x: Any) -> Activation | None:
 def _selected(graph: Graph, eqn: Any, x: Any) -> Activation | None:
     """leaky_relu as ``where(x >= 0, x, slope * x)``.
 
-    relu written so maps NaN to 0, which ``max(x, 0)`` does not; it is left as it is.
+    ``where(x > 0, x, 0)`` is not recognised as relu: it maps NaN to 0, ``max(x, 0)`` keeps NaN.
     """
     if len(eqn.invars) != 3:
         return None
@@ -405,7 +414,7 @@ def _selected(graph: Graph, eqn: Any, x: Any) -> Activation | None:
 
 
 def _product(graph: Graph, atom: Any, x: Any) -> Activation | None:
-    """silu, gelu, hard_swish and the sigmoid of exp."""
+    """silu, gelu, hard_swish, and sigmoid as 1 / (1 + exp(-x))."""
     eqn = graph.producer(atom)
     if eqn is None:
         return None
@@ -437,7 +446,7 @@ def _product(graph: Graph, atom: Any, x: Any) -> Activation | None:
 
 
 def _gelu(graph: Graph, other: Any, x: Any) -> Activation | None:
-    """gelu, whose result is 0.5 * x * ``other``."""
+    """The gelu that 0.5 * x * ``other`` is, or None."""
     z = _unary(graph, other, "erfc")
     if z is not None:
         return "gelu" if _multiple(graph, z, -math.sqrt(0.5), x) else None
@@ -455,7 +464,7 @@ def _gelu(graph: Graph, other: Any, x: Any) -> Activation | None:
     if not _near(number, math.sqrt(2 / math.pi), x) or len(sums) != 1:
         return None
     offset, summands = _summands(graph, sums[0], x)
-    outside = len(factors) - 1  # powers of x outside of the sum
+    outside = len(factors) - 1  # the power of x that multiplies the sum
     terms = [(offset, 0)] if offset else []
     for summand in summands:
         scale, powers = _factors(graph, summand, x)

@@ -1,10 +1,10 @@
-"""Reads values between convolutions as centred affine functions of few arrays.
+"""Expresses values between convolutions as centred affine functions of a few arrays.
 
     value = sum over arrays i of (y_i - mean_i) * scale_i + offset_i
 
-with coefficients that vary over channels, or over examples and channels. The program may write them
-as any products, quotients, sums, conversions, broadcasts and reshapes. Coefficients stay
-expressions in the program's own vectors; ``Coefficient.value`` computes them in float32.
+with coefficients that vary over channels, or over examples and channels. The program may contain
+any products, quotients, sums, conversions, broadcasts and reshapes. A coefficient stays an
+expression in the program's own vectors; ``Coefficient.value`` computes it in float32.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from jaxconv._src.fuse import fuse_axes
 from jaxconv._src.fuse.fuse_axes import CHANNELS, EXAMPLES, POSITIONS, Axes
 from jaxconv._src.fuse.fuse_graph import IDENTITIES, Graph, is_float, type_of
 
-# The largest factor of a program, and the reciprocal of the smallest, that coefficients absorb.
+# Coefficients absorb constant factors between 1 / _LARGEST and _LARGEST.
 _LARGEST = 2.0**24
 
-# The deepest nesting of operations that is read.
+# The maximum recursion depth over nested operations.
 _DEEPEST = 64
 
 
@@ -36,13 +36,13 @@ _DEEPEST = 64
 
 @dataclasses.dataclass(frozen=True)
 class Coefficient:
-    """A number for each channel, or for each example and channel.
+    """One number for each channel, or for each example and channel.
 
     Attributes:
-        atoms: the program's arrays from which it is computed.
-        examples: whether it varies over examples.
+        atoms: the program's arrays from which the coefficient is computed.
+        examples: whether the coefficient varies over examples.
         compute: its float32 value from these arrays: a scalar, (C,) or (N, C).
-        number: its value if the program has it as a number.
+        number: its value if it is a constant number of the program, else None.
     """
 
     atoms: tuple[Any, ...]
@@ -96,7 +96,8 @@ def _product(a: Coefficient | None, b: Coefficient | None) -> Coefficient | None
 MINUS_ONE = number(-1.0)
 
 
-# Elementwise operations in coefficients of programs that broadcast first.
+# Elementwise operations inside a coefficient, for programs that broadcast vectors first and then
+# compute with the full arrays.
 _OF_COEFFICIENTS: dict[str, Callable[..., Any]] = {
     "add": lax.add,
     "sub": lax.sub,
@@ -116,9 +117,9 @@ def coefficient(
     Args:
         graph: the program.
         atom: the operand.
-        axes: its axes.
+        axes: the operand's axes.
         counts: the numbers of examples and channels.
-        depth: the nesting depth of the operations read so far.
+        depth: the recursion depth.
     """
     known = graph.constant(atom)
     if known is not None:
@@ -127,7 +128,7 @@ def coefficient(
     size = math.prod(fuse_axes.shape_of(axes))
     if len(type_of(atom).shape) != len(axes):
         return None
-    # lax operations repeat along axes of extent 1.
+    # Axes of extent 1 are broadcast.
     axes = tuple(() if e == 1 else axis for e, axis in zip(type_of(atom).shape, axes, strict=True))
     while (made := graph.producer(atom)) is not None:
         name, operand = made.primitive.name, made.invars[0] if made.invars else None
@@ -171,7 +172,7 @@ def reshapes(eqn: JaxprEqn) -> bool:
         places = list(eqn.params["broadcast_dimensions"])
         same = type_of(eqn.invars[0]).size == type_of(eqn.outvars[0]).size
         return same and places == sorted(places)
-    return name in ("reshape", "squeeze", "expand_dims")
+    return name in ("reshape", "squeeze")
 
 
 def _leaf(
@@ -186,7 +187,7 @@ def _leaf(
     for kind, count in zip(kinds, counts, strict=True):
         if kind is not kinds[0] or of_examples:
             extents += fuse_axes.refined(kind, count)
-    # Every other extent, between the digits, is repeated.
+    # ``refined`` alternates gaps between digits with digits; the array is repeated in the gaps.
     ends = [len(fuse_axes.refined(k, 1)) for k in (kinds if of_examples else kinds[1:])]
     repeated = [i % 2 == 0 for end in ends for i in range(end)]
     shape = (*counts,) if of_examples else counts[1:]
@@ -212,7 +213,7 @@ def _leaf(
 
 @dataclasses.dataclass(frozen=True)
 class Term:
-    """A summand (array - mean) * scale + offset; None stands for 0, 1 and 0."""
+    """A summand (array - mean) * scale + offset; None stands for mean 0, scale 1 and offset 0."""
 
     array: Var
     mean: Coefficient | None = None
@@ -221,7 +222,7 @@ class Term:
 
     @property
     def plain(self) -> bool:
-        """Whether it is the array, unchanged."""
+        """Whether the summand is the array itself."""
         return self.mean is None and self.scale is None and self.offset is None
 
     @property
@@ -233,7 +234,7 @@ class Term:
         return dataclasses.replace(self, offset=_sum(self.offset, by))
 
     def centred(self, by: Coefficient) -> Term:
-        """The summand without ``by``."""
+        """The summand minus ``by``, as a mean if the summand is the array itself."""
         if self.plain:
             return dataclasses.replace(self, mean=by)
         return self.shifted(combined(lambda x: -x, by))
@@ -243,7 +244,7 @@ class Term:
         return dataclasses.replace(self, scale=_product(self.scale, by), offset=offset)
 
     def around(self, mean: Coefficient) -> Term:
-        """The same with this mean: without centring, a large mean costs digits."""
+        """The same value with this mean subtracted first: a large mean would otherwise cancel."""
         if self.mean is not None:
             return self
         product = mean if self.scale is None else combined(lambda m, s: m * s, mean, self.scale)
@@ -255,7 +256,7 @@ class Affine:
     """A value as a sum of terms.
 
     Attributes:
-        axes: the value's axes, in the arrays' digits.
+        axes: the value's axes, in digits of the arrays' axes (``fuse_axes``).
         terms: one for each array.
         inside: positions of the equations that compute the value from the arrays.
     """
@@ -269,12 +270,12 @@ class Affine:
 
 
 class Reader:
-    """Reads the values of a program.
+    """Expresses the values of a program as affine functions.
 
     Args:
         graph: the program.
-        channels: the channel axis of each array.
-        stops: whether a value counts as an array, no matter how it is computed.
+        channels: returns the channel axis of an array.
+        stops: returns whether a value is one of the arrays, however it is computed.
     """
 
     def __init__(self, graph: Graph, channels: Callable[[Var], int], stops: Callable[[Var], bool]):
@@ -283,12 +284,12 @@ class Reader:
         self._stops = stops
 
     def read(self, value: Var, root: bool = True, depth: int = 0) -> Affine:
-        """A value as an affine function; at worst, of the value itself as an array."""
+        """A value as an affine function; if nothing else is found, of the value itself."""
         position = self.graph.index(value)
         if position is None or depth > _DEEPEST:
             return self.array(value)
-        # Asked before the value's operands are read: reading a residual stream of several readers
-        # block by block would double the work with every block.
+        # Checked before the operands are read. In a chain of residual blocks each value has two
+        # readers, and the recursion would double its work with every block.
         if not root and (self._stops(value) or self._computed_once(position, value)):
             return self.array(value)
         found = self._made(self.graph.eqns[position], depth)
@@ -297,7 +298,7 @@ class Reader:
         return dataclasses.replace(found, inside=found.inside | {position})
 
     def _computed_once(self, position: int, value: Var) -> bool:
-        """Whether a value, such as an activation's operand, is computed for several readers."""
+        """Whether a value is computed once for several readers, as an activation's operand is."""
         eqn = self.graph.eqns[position]
         moves = eqn.primitive.name in (*IDENTITIES, "convert_element_type") or reshapes(eqn)
         return not moves and len(self.graph.uses(value)) > 1
@@ -305,12 +306,6 @@ class Reader:
     def array(self, value: Var) -> Affine:
         """A value as one array."""
         return Affine(fuse_axes.of(type_of(value).shape, self._channels(value)), (Term(value),))
-
-    def counts(self, axes: Axes) -> tuple[int, int]:
-        """The numbers of examples and of channels."""
-        digits = [d for axis in axes for d in axis]
-        kinds = [[d.extent for d in digits if d.what == what] for what in (EXAMPLES, CHANNELS)]
-        return math.prod(kinds[0]), math.prod(kinds[1])
 
     def _made(self, eqn: JaxprEqn, depth: int) -> Affine | None:
         if len(eqn.outvars) != 1:
@@ -362,7 +357,7 @@ class Reader:
             value = value_of(own)
             if value is None:
                 continue
-            by = coefficient(self.graph, other, value.axes, self.counts(value.axes))
+            by = coefficient(self.graph, other, value.axes, fuse_axes.counts(value.axes))
             if by is None:
                 continue
             if name in ("mul", "div"):
@@ -385,7 +380,8 @@ class Reader:
         if first is None or second is None:
             return None
         if first.axes != second.axes:
-            # The channels of an array in another layout are unknown, so its order is kept.
+            # An operand that is only a transposed or reshaped array becomes the array itself: the
+            # channel axis of an array that no convolution gives is a guess (``usual_axis``).
             first, second = (
                 self.array(a) if isinstance(a, Var) and v.terms[0].plain else v
                 for a, v in ((left, first), (right, second))
@@ -401,7 +397,7 @@ class Reader:
 
 
 def _spreads(graph: Graph, atom: Var) -> bool:
-    """Whether an array repeats a smaller one's elements."""
+    """Whether an array is a smaller array, broadcast."""
     while (made := graph.producer(atom)) is not None:
         if made.primitive.name == "broadcast_in_dim" and not reshapes(made):
             return True

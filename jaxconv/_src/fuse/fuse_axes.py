@@ -1,10 +1,10 @@
-"""The axes of an array in terms of examples, positions and channels.
+"""Describes the axes of an array by examples, positions and channels.
 
-Programs write a layer's values in many shapes: with flattened positions, with channels split into
-groups, with axes of extent 1. Each axis of such an array is a product of digits, and a digit counts
-a part of the examples, positions or channels: digit (c, s, e) counts e channels with stride s. A
-reshape regroups digits and splits some of them. So every value between two convolutions can be
-expressed in the axes of the convolution's result.
+Programs give a layer's values many shapes: with flattened positions, with channels split into
+groups, with axes of extent 1. Each axis of such an array is a mixed-radix number with digits. Digit
+(c, s, e) takes e values and steps through the channels with stride s; digits of examples (n) and
+positions (s) are alike. A reshape regroups digits and splits some of them, so every value between
+two convolutions has axes made of the digits of the convolution's result.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ class Digit(NamedTuple):
 
     Attributes:
         what: EXAMPLES, POSITIONS or CHANNELS.
-        stride: the distance of two neighbours among these.
-        extent: their number.
+        stride: the number of examples, positions or channels from one digit value to the next.
+        extent: the number of digit values.
     """
 
     what: str
@@ -55,6 +55,15 @@ def shape_of(axes: Axes) -> tuple[int, ...]:
     return tuple(map(extent, axes))
 
 
+def counts(axes: Axes) -> tuple[int, int]:
+    """The numbers of examples and of channels in an array with these axes."""
+    examples, channels = (
+        math.prod(d.extent for axis in axes for d in axis if d.what == what)
+        for what in (EXAMPLES, CHANNELS)
+    )
+    return examples, channels
+
+
 def reshaped(axes: Axes, shape: Sequence[int]) -> Axes | None:
     """The axes of the same elements in another shape, or None if a digit does not divide."""
     pending = [d for axis in axes for d in axis][::-1]
@@ -81,7 +90,7 @@ def reshaped(axes: Axes, shape: Sequence[int]) -> Axes | None:
 
 
 def _joined(axis: Sequence[Digit]) -> tuple[Digit, ...]:
-    """The same axis, with adjacent parts of one digit joined."""
+    """The same axis, with adjacent digits joined where together they are one digit."""
     result: list[Digit] = []
     for digit in axis:
         last = result[-1] if result else None
@@ -105,14 +114,14 @@ def untransposed(axes: Axes, permutation: Sequence[int]) -> Axes:
 
 
 def in_order(digits: Iterable[Digit]) -> list[Digit]:
-    """Examples before channels, each by decreasing stride."""
+    """The digits sorted: examples before channels, each by decreasing stride."""
     return sorted(digits, key=lambda d: (d.what != EXAMPLES, -d.stride))
 
 
 def arranged(array: jax.Array, before: Axes, after: Axes) -> jax.Array:
-    """The elements of an array with the axes ``before`` as one with the axes ``after``.
+    """An array with the axes ``before``, reshaped and transposed to the axes ``after``.
 
-    Each digit of ``after`` is a part of one of ``before``.
+    Each digit of ``after`` is a part of one digit of ``before``.
     """
     wanted = [d for axis in after for d in axis]
     extents: list[int] = []
@@ -130,11 +139,11 @@ def arranged(array: jax.Array, before: Axes, after: Axes) -> jax.Array:
 
 
 def refined(digits: Sequence[Digit], count: int) -> list[int]:
-    """The extents of axes that divide ``count`` numbers so that each digit is one axis.
+    """Extents that factor ``count`` so that each digit is an axis: gap, digit, gap, ..., gap.
 
     Args:
         digits: digits of one kind, by decreasing stride.
-        count: the total number.
+        count: the total number of examples, positions or channels.
     """
     extents, above = [], count
     for digit in digits:

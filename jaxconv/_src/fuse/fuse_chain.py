@@ -1,6 +1,7 @@
 """Finds the chain of elementwise operations after a convolution that its epilogue can compute.
 
-``follow`` follows the convolution's result from use to use while each value has one use:
+``follow`` follows the convolution's result from operation to operation while each value has one
+use:
 
     conversions between floating-point types, reshapes that add or drop axes of extent 1
     products, quotients, sums and differences with one number a channel  -> scale and bias
@@ -8,9 +9,9 @@
     one activation                                                       -> activation
 
 and returns the longest prefix that one ``conv_fused`` computes with no more roundings than the
-program. The values inside this prefix are no longer computed, with one exception: the activation's
-operand may have other uses, for example in its derivative. It then becomes a second result of the
-call, unless all other uses are comparisons that the activation's result can answer.
+program. The fused program does not compute the values inside this prefix, with one exception: the
+activation's operand may have other uses, for example in its derivative. It then becomes a second
+result of the call, unless all other uses are comparisons that may read the activation's result.
 """
 
 from __future__ import annotations
@@ -39,15 +40,21 @@ from jaxconv._src.fuse.fuse_statistics import Moment
 
 _WIDTH = {"float16": 2, "bfloat16": 2, "float32": 4}
 
-# Numbers of the program are collected into a scale and a bias while every product on the way lies
-# between 2^-64 and 2^64, half of float32's exponents: the program multiplies them into its values
-# one by one, so that a collected product would overflow, or vanish, where no value does.
+# Constants are multiplied together into one scale and one bias only while every product lies
+# between 2^-64 and 2^64, half of float32's exponent range. The program applies them to its values
+# one by one, so their product could overflow or underflow although none of the program's values
+# does.
 _COLLECTED = 2.0**64
 
 
 @dataclasses.dataclass(frozen=True)
 class Term:
-    """One step of the affine part: ``op`` is mul, div, add, sub, rsub or neg."""
+    """One operation of the affine part.
+
+    Attributes:
+        op: mul, div, add, sub, rsub (vector - value) or neg.
+        vector: the other operand; None for neg.
+    """
 
     op: str
     vector: Vector | None
@@ -55,13 +62,13 @@ class Term:
 
 @dataclasses.dataclass(frozen=True)
 class Chain:
-    """A prefix of the operations, which ends at ``out``.
+    """A prefix of the operations after a convolution, up to the variable ``out``.
 
     Attributes:
         out: the variable that the call computes.
         axis: the axis of channels of ``out``.
-        terms: scale and bias, in the program's order.
-        residual: an array with the result's elements, or None.
+        terms: the operations that form scale and bias, in the program's order.
+        residual: an array of the result's shape, or None.
         activation: its name, or None.
         pre, activated: the activation's operand and result, or None.
         last: position of the last equation with an operand from outside the chain.
@@ -86,21 +93,22 @@ class Chain:
 
     @property
     def scales(self) -> bool:
-        """Whether the terms make a scale; two changes of sign make none."""
+        """Whether the terms contain a scale; an even number of sign changes is none."""
         ops = [t.op for t in self.terms]
         negative = (ops.count("neg") + ops.count("rsub")) % 2 == 1
         return negative or "mul" in ops or "div" in ops
 
     @property
     def shifts(self) -> bool:
-        """Whether the terms make a bias."""
+        """Whether the terms contain a bias."""
         return any(t.op in ("add", "sub", "rsub") for t in self.terms)
 
     @property
     def rounds_more(self) -> bool:
-        """Whether scale and bias are rounded more often than the program's operations.
+        """Whether the call rounds more often than the program's operations.
 
-        That is at the product, at the sum, and where the scale itself is a product or a quotient.
+        The call rounds after the scale, after the bias, and once for each product or quotient that
+        the scale itself is computed by.
         """
         ops = [t.op for t in self.terms if t.op != "neg"]
         products, quotients = ops.count("mul"), ops.count("div")
@@ -111,17 +119,19 @@ class Chain:
 
 @dataclasses.dataclass(frozen=True)
 class Fusion:
-    """A chain, with the data for the rewriting.
+    """A chain that one call replaces.
 
     Attributes:
+        conv: the convolution.
         chain: the fused operations.
         residual: the residual in the dtype of the result, or None.
-        redirected: positions of comparisons of the activation's operand that can compare its result
-            instead.
-        compared: positions of comparisons of its result with the operand, or with values between,
-            that must compare the activation of the rounded operand.
+        redirected: positions of comparisons of the activation's operand that may read the
+            activation's result instead.
+        compared: positions of comparisons of the activation's result with its operand or a value in
+            between. They must read the activation of the rounded operand instead of the result.
         keeps_pre: whether the activation's operand may be a second result.
-        moments: sums over the result that its statistics give; these are then a result.
+        moments: the sums over the result that follow from its statistics. If there are any, the
+            call also returns statistics.
     """
 
     conv: Convolution
@@ -134,12 +144,12 @@ class Fusion:
 
     @property
     def position(self) -> int:
-        """The equation in whose place the call is made."""
+        """The position of the equation that the call replaces; all operands exist there."""
         return max(self.chain.last, self.conv.position)
 
 
 def follow(graph: Graph, conv: Convolution, taken: Set[int]) -> tuple[Fusion | None, str]:
-    """The epilogue of a convolution, and the reason why it ends.
+    """The chain after a convolution, and the reason why it ends.
 
     Args:
         graph: the program.
@@ -168,12 +178,12 @@ def follow(graph: Graph, conv: Convolution, taken: Set[int]) -> tuple[Fusion | N
 
 
 def with_statistics(graph: Graph, conv: Convolution, fusion: Fusion | None) -> Fusion | None:
-    """The fusion with the sums that statistics of its result give, or None if there are none.
+    """The fusion with ``moments``, or None if no sums follow from the result's statistics.
 
     Args:
         graph: the program.
         conv: the convolution.
-        fusion: the chain after it, or None for the convolution alone.
+        fusion: the chain after the convolution, or None for the convolution alone.
     """
     if fusion is None:
         (out,) = graph.eqns[conv.position].outvars
@@ -185,7 +195,7 @@ def with_statistics(graph: Graph, conv: Convolution, fusion: Fusion | None) -> F
 
 
 def _elementwise(graph: Graph, value: Var) -> bool:
-    """Whether an operation that keeps the shape reads a value."""
+    """Whether an operation that keeps the shape, and is no convolution, reads a value."""
     eqns = (graph.eqns[i] for i in graph.uses(value))
     return any(
         eqn.primitive.name not in fuse_convolution.NAMES
@@ -231,7 +241,7 @@ def _step(graph: Graph, chain: Chain, taken: Set[int]) -> Chain | str:
     return dataclasses.replace(after, taken=chain.taken | {uses[0]})
 
 
-# --- one rule an operation: the chain behind it, or why it is not part of one ---
+# --- one rule for each operation: the chain that includes it, or why it is not part of one ---
 
 
 def _identity(graph: Graph, chain: Chain, eqn: JaxprEqn, position: int) -> Chain:
@@ -291,9 +301,10 @@ def _affine(graph: Graph, chain: Chain, eqn: JaxprEqn, position: int) -> Chain |
 
 
 def _collectable(graph: Graph, terms: tuple[Term, ...]) -> bool:
-    """Whether the products of the known numbers among the terms neither overflow nor underflow.
+    """Whether products of the known numbers among the terms stay within ``_COLLECTED``.
 
-    Vectors unknown at trace time count as 1. A single product is the program's own.
+    Vectors unknown at trace time count as 1. A single product passes with any number, because the
+    program computes the same product.
     """
     least = most = 1.0
     summand = 0.0
@@ -330,7 +341,7 @@ def _negate(graph: Graph, chain: Chain, eqn: JaxprEqn, position: int) -> Chain |
 _RULES: dict[str, Callable[[Graph, Chain, JaxprEqn, int], Chain | str]] = {
     **dict.fromkeys(IDENTITIES, _identity),
     "convert_element_type": _convert,
-    **dict.fromkeys(("reshape", "squeeze", "expand_dims"), _reshape),
+    **dict.fromkeys(("reshape", "squeeze"), _reshape),
     "broadcast_in_dim": _broadcast,
     **dict.fromkeys(("add", "add_any", "sub", "mul", "div"), _affine),
     "neg": _negate,
@@ -344,12 +355,12 @@ def _complete(graph: Graph, conv: Convolution, chain: Chain) -> Fusion | str:
     """The fusion of a chain, or why the chain must be shorter ("" if that costs nothing)."""
     operand, out = type_of(conv.x).dtype, type_of(chain.out).dtype
     if chain.widened:
-        return ""  # the conversion reads half as much as the call would write
+        return ""  # XLA converts where the value is read; the call would write twice the bytes
     (whole,) = graph.eqns[conv.position].outvars
     if out not in (operand, np.float32):
         return f"a conversion to {np.dtype(out).name} follows"
     if _WIDTH[np.dtype(out).name] > _WIDTH[np.dtype(type_of(whole).dtype).name]:
-        # XLA computes it where it is used, and reads half as much.
+        # XLA computes the wider part where it is read, from 16-bit values.
         return f"it goes on in {np.dtype(out).name}"
     values = [whole, *(graph.eqns[i].outvars[0] for i in chain.taken)]
     if chain.rounds_more and all(type_of(v).dtype == np.float32 for v in values):
@@ -389,7 +400,7 @@ def _complete(graph: Graph, conv: Convolution, chain: Chain) -> Fusion | str:
 
 
 def _kept(graph: Graph, chain: Chain) -> bool:
-    """Whether the activation's operand, or a part of the activation, is used elsewhere."""
+    """Whether the activation's operand, or a value inside the activation, has other uses."""
     assert chain.pre is not None
     if chain.pre in graph.returned:
         return True
@@ -404,7 +415,7 @@ def _kept(graph: Graph, chain: Chain) -> bool:
 
 
 def _between(graph: Graph, start: Var, end: Var) -> set[int]:
-    """Positions of the equations on the way from one variable to another."""
+    """Positions of the equations that compute ``end`` from ``start``."""
     first, found, stack = graph.index(start), set(), [end]
     while stack:
         position = graph.index(stack.pop())
@@ -422,7 +433,13 @@ def _between(graph: Graph, start: Var, end: Var) -> set[int]:
 def affine(
     terms: tuple[Term, ...], vectors: list[Any], channels: int
 ) -> tuple[jax.Array | None, jax.Array | None]:
-    """Scale and bias, float32 (channels,) or None, of terms with these arrays, one per vector."""
+    """Combines terms into scale and bias, float32 (channels,); None for scale 1 or bias 0.
+
+    Args:
+        terms: the operations, in the program's order.
+        vectors: the arrays of the terms that have a vector.
+        channels: the number of channels.
+    """
     product: Any = None
     quotient: Any = None
     bias: Any = None

@@ -1,4 +1,4 @@
-"""Convolutions whose calls may have an epilogue, in the form of lax or of this library."""
+"""Finds convolutions that may get an epilogue, and predicts whether the epilogue saves time."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from jaxconv._src.ways import winograd_jax
 # Primitives that are, or may be, forward convolutions.
 NAMES = ("conv_general_dilated", "jaxconv_fprop")
 
-# Why a chain ends at the end of its function.
+# The reason of a chain that ends because the function returns its result.
 RETURNED = "its result is returned"
 
 
@@ -51,7 +51,7 @@ def channel_axis(eqn: JaxprEqn) -> int:
 
 
 def find(graph: Graph, position: int) -> Convolution | str:
-    """The convolution at a position if a call can compute its epilogue, else the reason."""
+    """The convolution at a position if a call can compute an epilogue, else why it cannot."""
     eqn = graph.eqns[position]
     if reason := _left(eqn):
         return reason
@@ -80,10 +80,11 @@ def find(graph: Graph, position: int) -> Convolution | str:
 
 
 def _left(eqn: JaxprEqn) -> str:
-    """Why a convolution does not belong to the caller's function, or "".
+    """Why ``fuse`` must leave a convolution alone, or "".
 
-    In a derivative, the differentiated function has already been seen with this convolution. Its
-    uses may be new only if that function returned its result.
+    ``override(fuse=False)`` excludes it; or ``fuse`` has already seen it in a function that was
+    then differentiated, and recorded why its chain ends. If that function returned the result, the
+    derivative's program may continue the chain.
     """
     if not override_state.may_fuse(eqn):
         return "override(fuse=False)"
@@ -102,7 +103,7 @@ def _by_winograd(spec: ConvSpec, sizes: Sizes, dtypes: Sequence[np.dtype]) -> st
 
 
 def _forward(graph: Graph, eqn: JaxprEqn, shapes: list[tuple[int, ...]]) -> ConvSpec | str:
-    """A lax convolution as a forward one, or why it is none."""
+    """The parameters of a lax convolution as fprop, or why it has no epilogue."""
     with compat.located_at(eqn):
         algorithm = override_state.algorithms_of_lax()
     convolution = lax_lowering.conv_parameters(*([algorithm] if algorithm else []), **eqn.params)
@@ -121,19 +122,27 @@ def _forward(graph: Graph, eqn: JaxprEqn, shapes: list[tuple[int, ...]]) -> Conv
 
 
 def platforms() -> tuple[str, ...]:
-    """The platforms for which a program traced here is lowered: target and default device."""
+    """The platforms for which a program traced here is lowered; at least one.
+
+    "cuda" first if ``JAXCONV_TARGET`` names a GPU, then the platform of the default device.
+    """
     device = jax.config.jax_default_device or jax.default_backend()  # type: ignore[attr-defined]
     here = device if isinstance(device, str) else device.platform
     named = ["cuda"] if native.target() else []
     return tuple(dict.fromkeys([*named, "cuda" if here == "gpu" else here]))
 
 
+def for_cuda() -> bool:
+    """Whether a program traced here is lowered for CUDA, where passes over arrays have kernels."""
+    return platforms()[0] == "cuda"
+
+
 def by_kernel(spec: ConvSpec, operands: Sequence[Any]) -> bool:
-    """Whether a kernel is predicted faster than XLA's convolution and a pass over its result.
+    """Whether a kernel is predicted faster than XLA's convolution plus a pass over its result.
 
     Args:
-        spec: of a convolution without an epilogue, with the algorithm "native".
-        operands: the types of image and filter.
+        spec: a convolution without an epilogue, with the algorithm "native".
+        operands: the types of x and w.
     """
     platform = platforms()[0]
     if platform not in native.PLATFORMS:
@@ -156,22 +165,31 @@ def _passes(
     problem: tuple[str, Sizes, np.dtype],
     plain: float,
 ) -> tuple[float, float]:
-    """XLA's microseconds for a pass over a convolution's result that computes an epilogue.
+    """The predicted microseconds of XLA's pass over a convolution's result with an epilogue.
 
-    Those of its bytes, and those that the activation's instructions add. They follow from the
-    predictions of XLA's own convolution, of which that with an epilogue includes a pass over
-    float32 sums: twice as many bytes. ``plain`` is that without an epilogue.
+    Both numbers are differences of predictions of XLA's convolution. Its prediction with an
+    epilogue includes a pass over float32 sums, which have twice the bytes of a 16-bit result; hence
+    the division by 2.
+
+    Args:
+        spec, out_dtype: the convolution, and the dtype of its result.
+        form: the epilogue.
+        problem: platform, extents and operand dtype.
+        plain: the prediction of XLA's convolution without an epilogue.
+
+    Returns:
+        The time of the memory traffic, and the time that the activation's instructions add.
     """
 
-    def of(form: Epilogue) -> float:
+    def xla_time(form: Epilogue) -> float:
         return Fused(spec, form, out_dtype).select(*problem)[0].xla_microseconds
 
     linear = Epilogue(form.scale, form.bias, form.residual)
     if linear.plain:
         linear = Epilogue(bias=True)
-    of_linear, activation = of(linear), 0.0
+    of_linear, activation = xla_time(linear), 0.0
     if form.activation is not None:
-        activation = of(dataclasses.replace(form, pre=False, statistics=False)) - of_linear
+        activation = xla_time(dataclasses.replace(form, pre=False, statistics=False)) - of_linear
     return (of_linear - plain) / 2, max(0.0, activation)
 
 
@@ -186,10 +204,10 @@ def slower(
     """Why a call would be slower than the program, or "".
 
     Args:
-        spec: of the convolution.
-        operands: the types of image and filter.
+        spec: the convolution.
+        operands: the types of x and w.
         form: the epilogue of its call.
-        out_dtype: the result's type.
+        out_dtype: the dtype of the result.
         readers: the number of uses of the result inside which XLA would compute the epilogue
             (``Graph.absorbed``), so that it saves the activation's instructions there but no pass;
             0 if it saves a pass.
@@ -203,25 +221,22 @@ def slower(
     """
     if operands[0].dtype == np.float32 and not form.statistics and not by_kernel:
         return ""
-    sizes = spec.sizes(Op.FPROP, *(aval.shape for aval in operands))
-    found: list[native.Refusal] = []
-    for platform in platforms()[:1]:
-        if platform not in native.PLATFORMS:
-            found.append(native.Refusal(platform, "no kernels for it"))
-            continue
+    platform, dtype = platforms()[0], np.dtype(out_dtype)
+    refusals: Sequence[native.Refusal] = [native.Refusal(platform, "no kernels for it")]
+    if platform in native.PLATFORMS:
+        sizes = spec.sizes(Op.FPROP, *(aval.shape for aval in operands))
         problem = (platform, sizes, operands[0].dtype)
-        call = Fused(spec, form, np.dtype(out_dtype))
-        chosen, _ = call.select(*problem)
+        chosen, _ = Fused(spec, form, dtype).select(*problem)
         if chosen.instance is not None:
-            plain, _ = Bilinear(Op.FPROP, spec, np.dtype(out_dtype)).select(*problem)
+            plain, _ = Bilinear(Op.FPROP, spec, dtype).select(*problem)
+            xla = plain.xla_microseconds
             if form.statistics:
-                one_pass = chosen.xla_microseconds - plain.xla_microseconds
+                one_pass = chosen.xla_microseconds - xla
             else:
-                xla = plain.xla_microseconds
-                of_bytes, of_activation = _passes(spec, form, np.dtype(out_dtype), problem, xla)
+                of_bytes, of_activation = _passes(spec, form, dtype, problem, xla)
                 one_pass = readers * of_activation if readers else of_bytes + of_activation
-            apart = min(plain.microseconds, plain.xla_microseconds) + one_pass
-            known = plain.microseconds > 0 and plain.xla_microseconds > 0
+            apart = min(plain.microseconds, xla) + one_pass
+            known = plain.microseconds > 0 and xla > 0
             if known and apart < chosen.microseconds:
                 rest = "" if one_pass == 0 else " and XLA's pass over its result"
                 return (
@@ -229,5 +244,5 @@ def slower(
                     f"convolution{rest} {apart:.1f} us"
                 )
             return ""
-        found += chosen.refusals
-    return f"no kernel computes {' '.join(form.words)} here: {selection.reasons(found)}"
+        refusals = chosen.refusals
+    return f"no kernel computes {' '.join(form.words)} here: {selection.reasons(refusals)}"

@@ -1,17 +1,18 @@
 """Computes dense layers and the operations after them by kernels of pointwise convolutions.
 
-A product of an array's channels with a matrix, whose result one call of ``normalise`` reads, is a
-1x1 convolution with an epilogue: bias, scale, shortcut, activation. XLA's products cannot apply
+A matrix product over an array's channels, whose result one call of ``normalise`` reads, is a 1x1
+convolution with an epilogue: bias, scale, shortcut, activation. XLA's matrix products cannot apply
 exact GELU, a scale, or a shortcut after the bias, so these need a pass over the product's result.
-If the epilogue is predicted to be slower than this pass, a plain convolution replaces the product
-of a function that reads its operand several times. After a product XLA computes such a function in
-two passes, the first of which stores an intermediate result; after a call it needs one pass, so the
-call may take as much longer than the product.
 
-The two products of a derivative are XLA's, which computes them faster than convolutions. The
-derivative of an activation needs its operand in memory. A differentiated call with a bias and an
-activation also returns this operand, where that is predicted to be faster than the product and a
-pass; every other one becomes the product and ``normalise`` again.
+If the epilogue is predicted to be slower than this pass, a plain convolution can still be faster
+than the product. This concerns activations that read their operand several times. After a product
+XLA computes such an activation in two passes, the first of which stores an intermediate result;
+after a custom call it needs one pass.
+
+The two products of the derivative stay XLA's, which computes them faster than convolutions. The
+derivative of an activation needs the activation's operand in memory. A differentiated call with a
+bias and an activation therefore also returns this operand, if that is predicted to be faster than
+the product and a pass; other differentiated calls become the product and ``normalise`` again.
 """
 
 from __future__ import annotations
@@ -38,16 +39,13 @@ from jaxconv._src.problem.spec import ConvSpec, Op
 from jaxconv._src.sharding import explicit_mesh
 from jaxconv._src.ways import xla
 
-# Platforms on which kernels of convolutions are faster than XLA's products and the next pass.
-_PLATFORMS = ("cuda",)
-
 # The most axes between the examples and the channels of an array.
 _SPATIAL = 3
 
-# Precisions of products, as of convolutions.
+# The precision of a convolution for the precision of a product.
 _PRECISION: dict[Any, str] = {None: "default"} | {p: name for name, p in xla.PRECISION.items()}
 
-# The terms of an epilogue, by the operands of ``normalise``.
+# The term of an epilogue for each operand of ``normalise``.
 _TERMS = {"scale0": "scale", "offset0": "bias", "shortcut": "residual"}
 
 
@@ -58,10 +56,10 @@ class _Dense:
     Attributes:
         product: the equation of the product.
         call: the equation that reads it.
-        spec: that of the convolution.
-        epilogue: that of the convolution; None if ``normalise`` follows a plain one.
-        kept: that of a differentiated call, with the activation's operand as a second result; None
-            if such a call becomes the product and ``normalise``.
+        spec: the convolution that replaces the product.
+        epilogue: the convolution's epilogue; None if ``normalise`` follows a plain convolution.
+        kept: the epilogue of a differentiated call, whose second result is the activation's
+            operand; None if a differentiated call becomes the product and ``normalise``.
     """
 
     product: JaxprEqn
@@ -96,7 +94,7 @@ class _Dense:
             of_sum = {i - 1: t for i, t in given.items() if i not in by_parts}
             if parts:
                 of_sum[0] = functools.reduce(jnp.add, parts)
-            # The operand includes the bias, so one of zeros takes its place in the derivative.
+            # The operand already includes the bias, so the derivative is taken with bias 0.
             at = (operand, *(jnp.zeros_like(bias) for bias in biases))
             _, dz = _jvp(self._normalised, at, of_sum)
             return [z] * self.form.copies, dz
@@ -132,7 +130,7 @@ class _Dense:
 
 
 def _jvp(function: Callable[..., Any], primals: Sequence[Any], given: dict[int, Any]) -> Any:
-    """A function and its derivative along the tangents of some operands, by position."""
+    """``jax.jvp`` of a function whose operands have tangents at some positions only."""
     positions = sorted(given)
 
     def of_given(*values: jax.Array) -> Any:
@@ -149,8 +147,8 @@ def rewritten(eqns: Sequence[JaxprEqn], outvars: Sequence[Any]) -> list[JaxprEqn
     """
     graph = Graph(eqns, outvars)
     placed: dict[int, list[JaxprEqn]] = {}
-    if not set(fuse_convolution.platforms()[:1]) <= set(_PLATFORMS):
-        return list(graph.eqns)
+    if not fuse_convolution.for_cuda():
+        return graph.eqns
     for position, eqn in enumerate(graph.eqns):
         dense = _find(graph, position) if eqn.primitive is normalise.normalise_p else None
         if dense is None:
@@ -158,7 +156,7 @@ def rewritten(eqns: Sequence[JaxprEqn], outvars: Sequence[Any]) -> list[JaxprEqn
         try:
             placed[position] = dense.equations(graph, position)
         except (TypeError, ValueError, compat.ShardingTypeError):
-            continue  # types without a convolution: the program's own operations
+            continue  # operand types without a convolution: the program's operations stay
     return graph.with_replaced(placed)
 
 
@@ -198,9 +196,9 @@ def _find(graph: Graph, position: int) -> _Dense | None:
 
 
 def _spec(eqn: JaxprEqn) -> ConvSpec | None:
-    """A product of channels as a pointwise convolution, or None where it is another product.
+    """The pointwise convolution that a product is, or None.
 
-    None on an explicit mesh, because the sharding of the result is one of its parameters.
+    None on an explicit mesh too: there the product's parameters contain its result's sharding.
     """
     x, w = map(type_of, eqn.invars)
     (y,) = map(type_of, eqn.outvars)
@@ -235,7 +233,7 @@ def _spec(eqn: JaxprEqn) -> ConvSpec | None:
 
 
 def _filter_shape(spec: ConvSpec, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape of a matrix as a filter."""
+    """The shape of the filter of a product with a matrix of this shape."""
     return (*spec.filter_spatial, *shape)
 
 

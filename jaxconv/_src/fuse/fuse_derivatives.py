@@ -1,9 +1,9 @@
-"""Names elementwise functions and their derivatives by their values, for any spelling.
+"""Identifies elementwise functions and their derivatives by their values, in any spelling.
 
-The equations of a function and of its derivative are evaluated in float64 at many numbers,
-including those at which the tabulated derivatives jump. A derivative gets the name of the tabulated
-one that it equals at all of these numbers. This includes jumps, and custom derivatives of the
-program.
+The equations of a function and of its derivative are evaluated in float64 at about 6000 numbers,
+including the points at which tabulated derivatives jump. If a derivative equals a tabulated one at
+all of them, it gets that one's name. So the values at jumps, and custom derivatives of the program,
+are compared too.
 """
 
 from __future__ import annotations
@@ -18,31 +18,30 @@ import scipy.special  # type: ignore[import-untyped]
 from jax.extend.core import Literal
 
 from jaxconv._src import compat
-from jaxconv._src.fuse.fuse_graph import IDENTITIES
+from jaxconv._src.fuse.fuse_graph import IDENTITIES, SPREADING
 from jaxconv._src.passes.derivatives import DERIVATIVES
 from jaxconv._src.problem.epilogue import ACTIVATIONS, activate
 
 # A mask: the bounds between which the derivative is 1; outside it is 0 (normalise.Activation).
 Mask = tuple[float, float | None]
 
-# Steps of 1 / 256 up to 12, then distant numbers.
+# From -12 to 12 in steps of 1 / 256, and distant numbers.
 _NEAR = np.arange(-12 * 256, 12 * 256 + 1) / 256
 _NUMBERS = np.concatenate([_NEAR, [-80.0, -40.0, -20.0, 20.0, 40.0, 80.0]])  # _NEAR comes first
 
-# The numbers at which a function's derivative must be finite; elsewhere its operations may
-# overflow.
+# The numbers at which a derivative must be finite; elsewhere the program's operations may overflow.
 _FINITE = np.abs(_NUMBERS) <= 8
 
-# These consist only of numbers of the program, without rounding.
+# Derivatives whose values are constants of the program, so that they are compared exactly.
 _EXACT = ("maximum", "clip6", "leaky_relu", "leaky_maximum")
 
-# The program's own product is NaN at infinities, where this is 1.
+# Derivatives that are never named: at infinity the program gives NaN where the table gives 1.
 _UNNAMED = ("clip_hard_swish",)
 
-# Numbers at which the derivative is the slope.
+# The number at which each derivative with a slope equals the slope.
 _SLOPES = {"leaky_relu": -1.0, "elu": 0.0, "leaky_maximum": -1.0}
 
-# An activation of an epilogue, with its slope where it has one.
+# The name of an epilogue's activation, or the name and a slope.
 Activation = str | tuple[str, float]
 
 _MASKS: tuple[Mask, ...] = ((0.0, None), (0.0, 6.0))
@@ -55,18 +54,20 @@ class _UnknownError(Exception):
 def known(
     function: Callable[[jax.Array], jax.Array], operand: Any
 ) -> tuple[Mask | None, tuple[str, float] | None, Activation | None]:
-    """An elementwise function: its derivative as a mask, by name and slope; its name.
-
-    The last one is that of the epilogue's activation which has the same values, if there is one.
+    """Identifies an elementwise function.
 
     Args:
         function: the function.
-        operand: its operand's type.
+        operand: the type of its operand.
+
+    Returns:
+        The derivative as a mask; the derivative as a name in ``DERIVATIVES`` and a slope; the
+        epilogue activation with the same values as the function. Each is None if there is none.
     """
 
     def both(t: jax.Array) -> tuple[jax.Array, jax.Array]:
         y, back = jax.vjp(function, t)
-        # Ones of y's type, with its sharding and its varying mesh axes.
+        # exp(y - y): ones with y's type, sharding and varying mesh axes.
         return y, back(jax.numpy.exp(y - y))[0]
 
     try:
@@ -81,7 +82,7 @@ def known(
 
 
 def _activation(y: np.ndarray, eps: float) -> Activation | None:
-    """The activation of an epilogue with these values, but for roundings."""
+    """The epilogue activation with these values, up to rounding, or None."""
     finite = np.isfinite(y)
     if not finite[_FINITE].all():
         return None
@@ -94,7 +95,7 @@ def _activation(y: np.ndarray, eps: float) -> Activation | None:
 
 
 def _mask(y: np.ndarray, derivative: np.ndarray) -> Mask | None:
-    """The derivative as a mask, if comparisons of the result determine it."""
+    """The bounds to which a function clips, if its derivative is 1 strictly between, or None."""
     for low, high in _MASKS:
         above = np.inf if high is None else high
         inside = np.clip(_NUMBERS, low, above) == _NUMBERS
@@ -119,7 +120,7 @@ def _name(derivative: np.ndarray, eps: float) -> tuple[str, float] | None:
             if slope == 0:
                 continue
         apart = np.abs(derivative - _tabulated(name, slope))[finite].max()
-        # The program rounds numbers to its type.
+        # The program's constants are rounded to its dtype.
         if apart <= (0 if name in _EXACT else max(eps, 1e-6)):
             found[name, slope] = apart
     return min(found, key=found.__getitem__) if found else None
@@ -184,23 +185,12 @@ _OPERATIONS: dict[str, Callable[..., Any]] = {
     "select_n": lambda which, *cases: np.choose(np.asarray(which, np.int8), cases),
 }
 
-# Operations that return their operand's numbers, unchanged or repeated.
-_SPREADING = {
-    *IDENTITIES,
-    "broadcast_in_dim",
-    "reshape",
-    "squeeze",
-    "expand_dims",
-    "pvary",
-    "pcast",
-}
-
 # Parameters that hold an operation's function.
 _CALLED = ("jaxpr", "call_jaxpr", "fun_jaxpr")
 
 
 def _computed(jaxpr: Any, consts: Sequence[Any], given: Sequence[Any]) -> list[Any]:
-    """The results of a function at all numbers; values that do not depend on them are scalars.
+    """The results of a function at all numbers; results that do not depend on them are scalars.
 
     Raises:
         _UnknownError: an operation is not elementwise, or not known here.
@@ -222,7 +212,7 @@ def _results(eqn: Any, operands: list[Any]) -> list[Any]:
     name = eqn.primitive.name
     if name in _OPERATIONS:
         return [_OPERATIONS[name](*operands)]
-    if name in _SPREADING:
+    if name in (*IDENTITIES, *SPREADING):
         return operands[:1]
     if name == "integer_pow":
         return [operands[0] ** float(eqn.params["y"])]
@@ -237,12 +227,16 @@ def _results(eqn: Any, operands: list[Any]) -> list[Any]:
 def _converted(value: Any, dtype: np.dtype) -> Any:
     if dtype.kind in "biu":
         return np.asarray(value).astype(dtype)
-    # Rounds a number as the program does.
+    # Constants are rounded as in the program; the evaluated function stays in float64.
     return _scalar(np.asarray(value).astype(dtype)) if np.ndim(value) == 0 else value.astype(float)
 
 
 def _scalar(value: Any) -> Any:
-    """The number in an array of equal elements."""
+    """The number that all elements of an array equal.
+
+    Raises:
+        _UnknownError: the array is traced or empty, or its elements differ.
+    """
     if compat.is_traced(value) or not np.size(value):
         raise _UnknownError("no number")
     flat = np.asarray(value).reshape(-1)

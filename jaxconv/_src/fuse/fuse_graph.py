@@ -1,4 +1,4 @@
-"""A def-use graph of a jaxpr's equations, and the constants and vectors found with it."""
+"""A def-use graph of a jaxpr's equations, with constants and per-channel vectors."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from jaxconv._src import compat
 # Operations whose result is their operand.
 IDENTITIES = ("copy", "copy_p")
 
-# Operations that do not change a number.
-_SPREADING = ("broadcast_in_dim", "reshape", "squeeze", "pvary", "pcast")
+# Operations that only move or repeat their operand's elements, in order.
+SPREADING = ("broadcast_in_dim", "reshape", "squeeze", "pvary", "pcast")
 
-# Operations into whose fusions XLA moves the computation of their operands, once for each element:
-# reductions and elementwise operations. An addition's operand may be the residual of another
-# convolution's call, which needs it stored.
+# Reductions and elementwise operations: XLA fuses the computation of their operands into them. Not
+# additions, whose operand may become the residual of another convolution's call, which reads it
+# from memory.
 REDUCTIONS = frozenset(("reduce_sum", "reduce_max", "reduce_min"))
 _ABSORBING = REDUCTIONS | {
     *("sub", "mul", "div", "neg", "max", "min", "abs", "sign", "square"),
@@ -52,6 +52,7 @@ class Graph:
     Attributes:
         eqns: the equations, in the program's order.
         returned: variables that the program returns.
+        known: the values of constants, by variable.
     """
 
     def __init__(
@@ -76,14 +77,16 @@ class Graph:
         """The position of the equation that makes an atom; None for an argument or a literal."""
         return self._made_by.get(atom) if isinstance(atom, Var) else None
 
+    @property
+    def read(self) -> list[Var]:
+        """The variables that equations read, copies skipped."""
+        atoms = (a for eqn in self.eqns for a in eqn.invars if isinstance(a, Var))
+        return list(dict.fromkeys(map(self.source, atoms)))
+
     def producer(self, atom: Any) -> JaxprEqn | None:
         """The equation that makes an atom, copies skipped."""
-        while (index := self.index(atom)) is not None:
-            eqn = self.eqns[index]
-            if eqn.primitive.name not in IDENTITIES:
-                return eqn
-            atom = eqn.invars[0]
-        return None
+        index = self.index(self.source(atom))
+        return None if index is None else self.eqns[index]
 
     def source(self, atom: Any) -> Any:
         """The atom of which an atom is a copy."""
@@ -111,7 +114,7 @@ class Graph:
         )
 
     def computed_for_one_use(self, atom: Any, stored: Collection[Var]) -> bool:
-        """Whether an atom is the result of an elementwise operation with a single reader.
+        """Whether an elementwise operation makes an atom, and a single operation reads it.
 
         Args:
             atom: the atom; conversions are skipped.
@@ -177,7 +180,7 @@ class Graph:
         """The smallest nonzero and the largest magnitude in a known array, or None."""
         atom = self.source(atom)
         while (made := self.producer(atom)) is not None:
-            if made.primitive.name not in (*_SPREADING, "convert_element_type"):
+            if made.primitive.name not in (*SPREADING, "convert_element_type"):
                 return None
             atom = self.source(made.invars[0])
         value = atom.val if isinstance(atom, Literal) else self.known.get(atom)
@@ -196,7 +199,7 @@ class Graph:
             value = self.known[atom]
         else:
             eqn = self.producer(atom)
-            if eqn is not None and eqn.primitive.name in _SPREADING and len(eqn.invars) == 1:
+            if eqn is not None and eqn.primitive.name in SPREADING and len(eqn.invars) == 1:
                 return self.constant(eqn.invars[0])
             if eqn is None or eqn.primitive.name != "convert_element_type":
                 return None
@@ -213,12 +216,12 @@ class Graph:
         return float(np.asarray(value).reshape(()))
 
     def channel_vector(self, atom: Any, shape: tuple[int, ...], axis: int) -> Vector | None:
-        """Reads an operand of an elementwise operation as one number per channel.
+        """An operand of an elementwise operation as one number per channel.
 
         Args:
             atom: the operand, with the shape ``shape`` or broadcast to it.
             shape: the other operand's shape.
-            axis: its channel axis.
+            axis: the other operand's channel axis.
 
         Returns:
             The vector, or None if the operand also varies along another axis.
@@ -305,13 +308,13 @@ def renumbered_axis(before: tuple[int, ...], after: tuple[int, ...], axis: int) 
 def traced(
     function: Callable, operands: Any, outvars: Sequence[Var], graph: Graph, position: int
 ) -> list[JaxprEqn]:
-    """The equations of a function of atoms that writes these variables.
+    """Traces a function into equations that read atoms of a program and write its variables.
 
     Args:
         function: takes arrays for the atoms in ``operands`` and returns a list of results.
         operands: pytrees of variables and literals.
-        outvars: the variables of the results.
-        graph, position: the program, and the equation whose context is used for tracing.
+        outvars: the variables that the equations write, one for each result.
+        graph, position: the program, and the equation whose source location the new ones get.
 
     Raises:
         TypeError: a result has another type than its variable.

@@ -1,18 +1,20 @@
-"""Finds layers of normalisation in forward programs: an affine function, a shortcut, an activation.
+"""Finds normalisation layers in forward programs: an affine function, a shortcut, an activation.
 
-Each becomes one call of ``normalise``, whose derivative is a rule, so that backward programs need
-not be read. ``fuse_affine`` reads the affine part, however it is written. The activation is
-whatever elementwise function of one array follows.
+Each layer becomes one call of ``normalise``, whose derivative is a rule of the primitive, so
+``fuse`` need not analyse backward programs. ``fuse_affine`` reads the affine part in any spelling.
+The activation is any elementwise function of one array that follows.
 
-A call's result has a copy for a second reader, so that the derivative's rule receives both
-gradients. It also knows whether they lie in memory when it is called for (``stored``): a
-convolution and a product of matrices store the gradients of their operands, while XLA computes
-those of elementwise operations where they are read.
+If a call's result has several readers, the call returns a copy of it, so that the derivative rule
+receives two gradients and adds them itself. ``stored`` tells the rule whether these gradients are
+in memory: convolutions and matrix products write the gradients of their operands to memory, while
+XLA fuses those of elementwise operations into what reads them.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -49,9 +51,9 @@ from jaxconv._src.sharding import explicit_mesh
 
 # Equations that may end the affine part of a layer.
 _AFFINE = {"add", "add_any", "sub", "mul", "div", "neg", "convert_element_type"}
-_AFFINE |= {"reshape", "transpose", "squeeze", "expand_dims", "broadcast_in_dim"}
+_AFFINE |= {"reshape", "transpose", "squeeze", "broadcast_in_dim"}
 
-# Operations that read their operands from memory and store the operands' gradients.
+# Operations that read their operands from memory and write the operands' gradients to memory.
 _STORING = {
     *fuse_convolution.NAMES,
     fused.conv_fused_p.name,
@@ -59,28 +61,32 @@ _STORING = {
     max_pooling.max_pool_p.name,
 }
 
-# Operations that give their operand's elements.
-MOVING = (*IDENTITIES, "reshape", "transpose", "squeeze", "expand_dims")
+# Operations that return their operand's elements, in any order.
+MOVING = (*IDENTITIES, "reshape", "transpose", "squeeze")
+
+# Readers that XLA fuses with the computation of their operand, so that it is not stored for them.
+_FUSING = ELEMENTWISE | REDUCTIONS | {*fuse_activations.CALLS, "reduce_and", "reduce_or"}
+_FUSING |= {"broadcast_in_dim", "reshape", "squeeze", "transpose"}
 
 # The most equations of an activation.
 _LONGEST = 40
 
-# Results of a call that are z: ``masked_sums`` adds two gradients.
+# The copies of z that a call with several readers returns: ``masked_sums`` adds two gradients.
 _COPIES = 2
 
 
 @dataclasses.dataclass(frozen=True)
 class _Layer:
-    """A call in the place of some equations.
+    """A normalisation layer, which one call of ``normalise`` replaces.
 
     Attributes:
-        position: of the equation whose result the call gives.
+        position: the position of the equation that computes ``out``.
         inside: positions of the equations that the call computes.
-        axis: that of the arrays' channels.
+        axis: the channel axis of the arrays.
         terms: the arrays with their coefficients, the shortcut last.
-        activation: the function behind the sum.
+        activation: the function applied to the sum, or None.
         out: the result.
-        axes: its axes, in the arrays' digits.
+        axes: the result's axes, in digits of the arrays' axes.
     """
 
     position: int
@@ -106,7 +112,7 @@ class _Layer:
         )
 
     def equations(self, graph: Graph) -> list[JaxprEqn]:
-        """The call with what brings its operands and its result to their shapes."""
+        """The call, with the reshapes and transposes of its operands and its result."""
         coefficients = [c for term in self.terms for c in term.coefficients]
         atoms = list({a: None for c in coefficients for a in c.atoms if isinstance(a, Var)})
         arrays = [term.array for term in self.terms]
@@ -128,9 +134,9 @@ class _Layer:
 
 
 def rewritten(eqns: Sequence[JaxprEqn], outvars: Sequence[Any]) -> list[JaxprEqn]:
-    """A program's equations with its layers of normalisation as calls.
+    """A program's equations, with each normalisation layer as a call.
 
-    What becomes superfluous stays, without uses.
+    The replaced equations remain, without uses.
 
     Args:
         eqns: the equations, in order.
@@ -138,7 +144,9 @@ def rewritten(eqns: Sequence[JaxprEqn], outvars: Sequence[Any]) -> list[JaxprEqn
     """
     graph = Graph(eqns, outvars)
     axes = axes_of_channels(graph)
-    reader = Reader(graph, lambda v: axes.get(v, usual_axis(axes, v)), _Stops(graph))
+    reader = Reader(
+        graph, lambda v: axes.get(v, usual_axis(axes, v)), functools.partial(_stored, graph)
+    )
     placed: dict[int, list[JaxprEqn]] = {}
     inside = _within_activations(graph)
     for position in reversed(range(len(graph.eqns))):
@@ -150,34 +158,31 @@ def rewritten(eqns: Sequence[JaxprEqn], outvars: Sequence[Any]) -> list[JaxprEqn
         try:
             placed[layer.position] = layer.equations(graph)
         except (TypeError, ValueError, compat.ShardingTypeError):
-            continue  # arrays of types that this does not know: the program's own operations
+            continue  # unknown array types: the program's operations stay
         inside |= layer.inside
     return graph.with_replaced(placed)
 
 
 def with_moments(eqns: Sequence[JaxprEqn], outvars: Sequence[Any]) -> list[JaxprEqn]:
-    """A program's equations with the moments of arrays in memory by calls.
+    """A program's equations, with calls of ``moments`` for arrays in memory.
 
-    Those of convolutions whose calls give statistics are not among them.
+    A convolution's call with statistics has already replaced the sums over its own result.
     """
     graph = Graph(eqns, outvars)
     axes = axes_of_channels(graph)
     placed: dict[int, list[JaxprEqn]] = {}
-    arrays = dict.fromkeys(
-        graph.source(a) for eqn in graph.eqns for a in eqn.invars if isinstance(a, Var)
-    )
-    for array in arrays:
+    for array in graph.read:
         aval = type_of(array)
         rank = len(getattr(aval, "shape", ()))
         if rank < 3 or not is_float(aval.dtype) or not in_memory(graph, array):
             continue
         made = graph.producer(array)
         if made is not None and made.primitive.name == "convert_element_type":
-            continue  # its operand has the same moments
+            continue  # the conversion's operand has the same moments
         axis = axes.get(array, usual_axis(axes, array))
         found = _moments(graph, array, axis, "examples")
         found = found or _moments(graph, array, axis, "positions")
-        if not found.keys() <= placed.keys():  # not those of another array already
+        if not found.keys() <= placed.keys():  # else another array's moments give these sums
             placed |= found
     return graph.with_replaced(placed)
 
@@ -185,7 +190,7 @@ def with_moments(eqns: Sequence[JaxprEqn], outvars: Sequence[Any]) -> list[Jaxpr
 def _moments(
     graph: Graph, array: Var, axis: int, over: fuse_statistics.Over
 ) -> dict[int, list[JaxprEqn]]:
-    """An array's moments by a call, and what they answer, by position; or nothing."""
+    """By position: a call of ``moments``, and the sums that follow from it; empty if none do."""
     found = fuse_statistics.find(graph, array, axis, over)
     aval = type_of(array)
     segments = aval.shape[0] if over == "positions" else 1
@@ -201,7 +206,7 @@ def _moments(
 
 
 def axes_of_channels(graph: Graph) -> dict[Var, int]:
-    """The axis of channels of each convolution's result, with a bias too."""
+    """The channel axis of each convolution's result, and of its sum with a bias."""
     found: dict[Var, int] = {}
     for eqn in graph.eqns:
         axis = _convolved(eqn)
@@ -213,7 +218,7 @@ def axes_of_channels(graph: Graph) -> dict[Var, int]:
 
 
 def _convolved(eqn: JaxprEqn) -> int | None:
-    """The axis of channels of a convolution's result; None of another equation."""
+    """The channel axis of an equation's result if the equation is a convolution, else None."""
     convolves = eqn.primitive.name in (*fuse_convolution.NAMES, fused.conv_fused_p.name)
     if not convolves or getattr(eqn.params.get("spec"), "batched", False):
         return None
@@ -221,50 +226,35 @@ def _convolved(eqn: JaxprEqn) -> int | None:
 
 
 def usual_axis(axes: Mapping[Var, int], array: Var) -> int:
-    """The axis of channels of an array that no convolution gives: where the program has them."""
+    """The assumed channel axis of an array that is no convolution's result.
+
+    Axis 1 if a convolution of the program has its channels before other axes, else the last axis.
+    """
     rank = len(type_of(array).shape)
     first = any(axis < len(type_of(v).shape) - 1 for v, axis in axes.items())
     return min(1, rank - 1) if first else rank - 1
 
 
-class _Stops:
-    """Whether a value lies in memory, so that what reads it need not compute it again."""
-
-    def __init__(self, graph: Graph):
-        self._graph = graph
-        self._computed = ELEMENTWISE | REDUCTIONS | {"broadcast_in_dim", "reshape", "squeeze"}
-        self._computed |= {
-            "expand_dims",
-            "transpose",
-            "reduce_and",
-            "reduce_or",
-            *fuse_activations.CALLS,
-        }
-
-    def __call__(self, value: Var) -> bool:
-        uses = [self._graph.eqns[i] for i in self._graph.uses(value)]
-        if value in self._graph.returned:
-            return True
-        if any(eqn.primitive.name not in self._computed for eqn in uses):
-            return True
-        moved = [eqn.outvars[0] for eqn in uses if eqn.primitive.name in MOVING]
-        return any(_read_by_moments(self._graph, v) for v in moved)
-
-
-def _read_by_moments(graph: Graph, array: Var) -> bool:
-    return any(graph.eqns[i].primitive is moments.moments_p for i in graph.uses(array))
+def _stored(graph: Graph, value: Var) -> bool:
+    """Whether a value is stored in any case, so that its readers need not compute it again."""
+    readers = [graph.eqns[i] for i in graph.uses(value)]
+    if value in graph.returned or any(r.primitive.name not in _FUSING for r in readers):
+        return True
+    moved = [i for r in readers if r.primitive.name in MOVING for i in graph.uses(r.outvars[0])]
+    return any(graph.eqns[i].primitive is moments.moments_p for i in moved)
 
 
 def _find(graph: Graph, reader: Reader, axes: Mapping[Var, int], position: int) -> _Layer | None:
-    """The layer whose affine part an equation ends, or None.
+    """The layer whose affine part ends at an equation, or None.
 
-    What multiplies by numbers or adds them may belong to the affine part or to the activation: to
-    the affine part where the activation's derivative has a name then, to the activation elsewhere.
+    A product or sum with a constant may end the affine part or begin the activation. It ends the
+    affine part if the remaining activation has a mask or a named derivative; otherwise the affine
+    part ends before it.
     """
     found = None
     value: Any = graph.eqns[position].outvars[0]
     while isinstance(value, Var):
-        layer = _ended(graph, reader, axes, value)
+        layer = _layer_with_result(graph, reader, axes, value)
         if layer is None or (layer.activation is None and found is not None):
             break
         found = layer
@@ -275,7 +265,7 @@ def _find(graph: Graph, reader: Reader, axes: Mapping[Var, int], position: int) 
 
 
 def _operand_beside_numbers(graph: Graph, value: Var) -> Var | None:
-    """The one operand of an elementwise equation that is no number, if nothing else reads it."""
+    """The operand of a value's affine equation if all others are constants; None if read twice."""
     made = graph.producer(value)
     if made is None or made.primitive.name not in _AFFINE:
         return None
@@ -285,8 +275,10 @@ def _operand_beside_numbers(graph: Graph, value: Var) -> Var | None:
     return operands[0] if type_of(operands[0]).shape == type_of(value).shape else None
 
 
-def _ended(graph: Graph, reader: Reader, axes: Mapping[Var, int], value: Var) -> _Layer | None:
-    """The layer whose affine part gives a value, or None."""
+def _layer_with_result(
+    graph: Graph, reader: Reader, axes: Mapping[Var, int], value: Var
+) -> _Layer | None:
+    """The layer whose affine part has the result ``value``, or None."""
     if not is_float(getattr(type_of(value), "dtype", bool)) or len(type_of(value).shape) < 2:
         return None
     affine = reader.read(value)
@@ -300,14 +292,14 @@ def _ended(graph: Graph, reader: Reader, axes: Mapping[Var, int], value: Var) ->
     if any(not is_float(type_of(t.array).dtype) for t in terms):
         return None
     (axis,) = channels
-    counts = reader.counts(affine.axes)
-    if type_of(value).size <= counts[0] * counts[1]:
-        return None  # vectors
+    if type_of(value).size <= math.prod(fuse_axes.counts(affine.axes)):
+        return None  # a vector over channels, or over examples and channels
     if not in_memory(graph, terms[0].array):
-        return None  # XLA computes the layer, and its derivative, in the passes that it has
+        return None  # XLA fuses the layer, and its derivative, into other passes
     out, function = _activated(graph, value)
-    if function is None and len(terms) == 1 and terms[0].mean is None and terms[0].scale is None:
-        return None  # a vector is added, which neither direction gains by
+    alone = len(terms) == 1 and terms[0].mean is None and terms[0].scale is None
+    if alone and (function is None or not fuse_convolution.for_cuda()):
+        return None  # only a vector is added, for which a call saves no pass
     activation = None
     if function is not None:
         operand = type_of(value)
@@ -315,7 +307,7 @@ def _ended(graph: Graph, reader: Reader, axes: Mapping[Var, int], value: Var) ->
         if operand.shape == next(iter(shapes)) and affine.axes == fuse_axes.of(operand.shape, axis):
             function, operand = _of_channels_last(function, operand, axis)
         elif explicit_mesh.mesh_of(operand) is not None:
-            return None  # the call's arrays have other axes, which a reshape would not split alike
+            return None  # the call reshapes its arrays, which would change their sharding
         activation = Written(function, operand, contract, mask=mask, named=named)
     end = graph.index(out)
     assert end is not None
@@ -326,7 +318,7 @@ def _ended(graph: Graph, reader: Reader, axes: Mapping[Var, int], value: Var) ->
 def _of_channels_last(
     function: Callable[[jax.Array], jax.Array], operand: Any, axis: int
 ) -> tuple[Callable[[jax.Array], jax.Array], Any]:
-    """An elementwise function with the axis of channels as the last one, and its operand's type."""
+    """The same elementwise function for channels-last arrays, and its operand's type."""
     if axis == len(operand.shape) - 1:
         return function, operand
 
@@ -337,9 +329,9 @@ def _of_channels_last(
 
 
 def _within_activations(graph: Graph) -> set[int]:
-    """Positions of the equations of activations whose operand is read several times.
+    """Positions of the equations inside activations that read their operand several times.
 
-    What is affine among them ends no layer.
+    Affine equations among them end no layer.
     """
     found: set[int] = set()
     for position, eqn in enumerate(graph.eqns):
@@ -355,17 +347,17 @@ def _within_activations(graph: Graph) -> set[int]:
 
 
 def _order(term: Term) -> tuple[bool, bool]:
-    """Arrays around a mean first, the shortcut last, however the sum of them is written."""
+    """The sort key of terms: arrays with a mean first, the shortcut last."""
     return term.plain, term.mean is None
 
 
 def _varies(affine: Affine) -> bool:
-    """Whether an array of the program is among the coefficients."""
+    """Whether a coefficient depends on an array of the program."""
     return any(c.atoms for t in affine.terms for c in t.coefficients)
 
 
 def _centred(graph: Graph, term: Term) -> Term:
-    """A term around the mean of its array, where the program knows that."""
+    """The same term with its array's mean subtracted first, if a call computes the mean."""
     found = _statistics(graph, term.array)
     if term.plain or found is None:
         return term
@@ -378,7 +370,7 @@ def _centred(graph: Graph, term: Term) -> Term:
 
 
 def _statistics(graph: Graph, array: Var) -> tuple[Var, bool] | None:
-    """Moments of an array that the program has, and whether each example has its own."""
+    """The moments of an array that a call computes, and whether each example has its own."""
     for use in graph.uses(array):
         eqn = graph.eqns[use]
         if eqn.primitive.name == "transpose":
@@ -397,23 +389,22 @@ def _statistics(graph: Graph, array: Var) -> tuple[Var, bool] | None:
 
 
 def _activated(graph: Graph, operand: Var) -> tuple[Var, Callable[..., Any] | None]:
-    """The result of the elementwise function that alone reads an array, and the function."""
+    """The longest elementwise function that is the only reader of an array, and its result."""
     reached: list[Var] = [operand]
     pending = sorted(set(graph.uses(operand)))
     ends: list[Var] = []
     while pending and len(reached) <= _LONGEST:
         position = pending.pop(0)
-        out = _of_operand(graph, position, operand, reached)
+        out = _elementwise_result(graph, position, operand, reached)
         if out is None:
             continue
         reached.append(out)
-        # All that is read elsewhere depends on the operand through this one.
-        if _alone(graph, operand, reached, out):
+        if _has_no_other_reader(graph, operand, reached, out):
             ends.append(out)
         pending = sorted({*pending, *graph.uses(out)})
     for out in reversed(ends):
         if type_of(out).dtype.itemsize > type_of(operand).dtype.itemsize or _widened(graph, out):
-            continue  # what reads it converts by itself
+            continue  # readers convert a narrower result to the wider type themselves
         function = graph.function(out, operand)
         if function is not None:
             return out, function
@@ -421,15 +412,17 @@ def _activated(graph: Graph, operand: Var) -> tuple[Var, Callable[..., Any] | No
 
 
 def _widened(graph: Graph, out: Var) -> bool:
-    """Whether a value is another one of fewer bits, converted."""
+    """Whether a value is converted from a type of fewer bits."""
     made = graph.producer(out)
     if made is None or made.primitive.name != "convert_element_type":
         return False
     return type_of(made.invars[0]).dtype.itemsize < type_of(out).dtype.itemsize
 
 
-def _of_operand(graph: Graph, position: int, operand: Var, reached: Sequence[Var]) -> Var | None:
-    """The result of an elementwise equation of an array and of numbers, or None."""
+def _elementwise_result(
+    graph: Graph, position: int, operand: Var, reached: Sequence[Var]
+) -> Var | None:
+    """The result of an elementwise equation of ``reached`` variables and constants, or None."""
     eqn = graph.eqns[position]
     named = ELEMENTWISE | {*fuse_activations.CALLS, "and", "or", "not"}
     if len(eqn.outvars) != 1 or eqn.primitive.name not in named:
@@ -443,8 +436,8 @@ def _of_operand(graph: Graph, position: int, operand: Var, reached: Sequence[Var
     return out
 
 
-def _alone(graph: Graph, operand: Var, reached: Sequence[Var], out: Var) -> bool:
-    """Whether nothing but ``out`` is read of what is computed from an array on the way to it."""
+def _has_no_other_reader(graph: Graph, operand: Var, reached: Sequence[Var], out: Var) -> bool:
+    """Whether no value between an operand and ``out`` has a reader outside this computation."""
     if not is_float(type_of(out).dtype):
         return False
     positions = set(graph.computed_from(out, operand) or ())
@@ -459,7 +452,7 @@ def _alone(graph: Graph, operand: Var, reached: Sequence[Var], out: Var) -> bool
 
 
 def with_readers(eqns: Sequence[JaxprEqn], outvars: Sequence[Any]) -> list[JaxprEqn]:
-    """A program's equations whose calls know who reads their results."""
+    """A program's equations, with ``stored`` and ``copies`` set in the calls' parameters."""
     graph = Graph(eqns, outvars)
     result = list(graph.eqns)
     for position in reversed(range(len(result))):
@@ -467,14 +460,14 @@ def with_readers(eqns: Sequence[JaxprEqn], outvars: Sequence[Any]) -> list[Jaxpr
         if eqn.primitive not in (normalise.normalise_p, max_pooling.max_pool_p):
             continue
         if len(eqn.outvars) > 1:
-            continue  # it is part of a derivative, and has copies already if it needs them
+            continue  # a call in a derivative, whose copies are set already
         readers = _readers(graph, eqn.outvars[0])
         form = eqn.params["form"]
         arrays: list[Any] = []
         if isinstance(form, Form):  # a kernel that writes a mask's bits reads the shortcut too
             arrays = eqn.invars[: form.arrays if form.block_end is None else form.summands]
         stored = all(in_memory(graph, a) for a in arrays)
-        stored = stored and bool(readers) and all(_stores(graph, r) for r in readers or ())
+        stored = stored and bool(readers) and all(_writes_gradient(graph, r) for r in readers)
         form = dataclasses.replace(form, stored=stored)
         z = eqn.outvars[0]
         uses = sorted(set(graph.uses(z)))
@@ -490,8 +483,11 @@ def with_readers(eqns: Sequence[JaxprEqn], outvars: Sequence[Any]) -> list[Jaxpr
     return result
 
 
-def _readers(graph: Graph, array: Var) -> list[tuple[int, Var]] | None:
-    """Equations that read an array, as it is or in another shape, and as what; None: it is kept."""
+def _readers(graph: Graph, array: Var) -> list[tuple[int, Var]]:
+    """Equations that read an array, and the variable by which they read it, perhaps reshaped.
+
+    Empty if the program returns the array, or a reshaped one.
+    """
     if array in graph.returned:
         return []
     found: list[tuple[int, Var]] = []
@@ -507,21 +503,21 @@ def _readers(graph: Graph, array: Var) -> list[tuple[int, Var]] | None:
     return found
 
 
-def _stores(graph: Graph, reader: tuple[int, Var]) -> bool:
-    """Whether a reader's gradient lies in memory."""
+def _writes_gradient(graph: Graph, reader: tuple[int, Var]) -> bool:
+    """Whether the gradient that a reader returns is written to memory."""
     position, array = reader
     eqn = graph.eqns[position]
     if eqn.primitive.name in _STORING:
         return True
     if eqn.primitive is not normalise.normalise_p:
         return False
-    # A shortcut's gradient is that of the sum, which has several readers.
+    # A shortcut's gradient equals the gradient of the sum, which several operations read.
     form = eqn.params["form"]
     return form.shortcut and eqn.invars[form.arrays] is array
 
 
 def in_memory(graph: Graph, array: Any) -> bool:
-    """Whether an array is stored; XLA computes elementwise results where it reads them."""
+    """Whether an array is in memory: XLA fuses elementwise results into what reads them."""
     made = graph.producer(array)
     while made is not None and made.primitive.name in MOVING:
         made = graph.producer(made.invars[0])
@@ -536,7 +532,10 @@ def in_memory(graph: Graph, array: Any) -> bool:
 
 
 def _convolution_with_bias(graph: Graph, array: Any) -> int | None:
-    """The axis of channels of a convolution's result and a vector, which XLA's convolutions add."""
+    """The channel axis of an array that is a convolution's result plus a bias, else None.
+
+    XLA's convolutions add the bias and store the sum.
+    """
     made = graph.producer(array)
     if made is None or made.primitive.name != "add":
         return None
@@ -554,10 +553,10 @@ def _convolution_with_bias(graph: Graph, array: Any) -> int | None:
 
 
 def _read_from_memory(graph: Graph, array: Var) -> bool:
-    """Whether an operation that stores what it reads reads an array, in any shape."""
+    """Whether an operation that needs its operands in memory reads an array, perhaps reshaped."""
     for use in graph.uses(array):
         eqn = graph.eqns[use]
-        # A product with a number is a sum of elements, which XLA computes where it reads them.
+        # A product with an array of one number is a sum, which XLA fuses with its operand.
         summed = eqn.primitive.name == "dot_general" and any(
             graph.constant(a) is not None for a in eqn.invars
         )

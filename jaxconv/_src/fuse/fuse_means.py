@@ -1,8 +1,9 @@
 """Computes the means over each example's positions by kernels.
 
-Squeeze and excitation takes them, and the layer before a classifier. XLA sums over leading axes at
-about half of the memory's rate. An array in memory is read by ``masked_sums``. The result of a call
-of ``normalise`` is not in memory: ``activated_sums`` reads the call's operand.
+Squeeze and excitation and the pooling before a classifier use these means. XLA's sums over leading
+axes reach about half of the memory's bandwidth. ``masked_sums`` computes the means of an array in
+memory. The result of a ``normalise`` call is not in memory; for its means ``activated_sums`` reads
+the operand of the call.
 """
 
 from __future__ import annotations
@@ -20,20 +21,17 @@ from jaxconv._src.fuse.fuse_graph import Graph, is_float, type_of
 from jaxconv._src.passes import activated_sums, masked_sums, normalise
 from jaxconv._src.passes.masked_sums import Sums
 
-# The fewest bytes of an array whose sums are faster by a kernel: below, a launch takes longer than
-# the sums.
+# The fewest bytes of an array whose sums are faster by a kernel: below, launching the kernel takes
+# longer than the sums.
 LEAST_BYTES = 4_000_000
 
 
 def rewritten(eqns: Sequence[JaxprEqn], outvars: Sequence[Any]) -> list[JaxprEqn]:
-    """A program's equations with the means of examples by calls."""
+    """A program's equations, with the means over each example's positions by calls."""
     graph = Graph(eqns, outvars)
     axes = fuse_layers.axes_of_channels(graph)
     placed: dict[int, list[JaxprEqn]] = {}
-    arrays = dict.fromkeys(
-        graph.source(a) for eqn in graph.eqns for a in eqn.invars if isinstance(a, Var)
-    )
-    for array in arrays:
+    for array in graph.read:
         aval = type_of(array)
         if len(getattr(aval, "shape", ())) < 3 or not is_float(aval.dtype):
             continue
@@ -46,11 +44,11 @@ def rewritten(eqns: Sequence[JaxprEqn], outvars: Sequence[Any]) -> list[JaxprEqn
 
 
 def _sums(graph: Graph, array: Var, axis: int) -> tuple[list[Any], Callable[..., Any]] | None:
-    """What a call reads, and the call that sums an array over each example's positions, or None."""
+    """A call that sums an array over each example's positions, after its operands; or None."""
     aval = type_of(array)
     segments = aval.shape[0]
     made, z = graph.producer(array), array
-    while made is not None and made.primitive.name in ("transpose", *fuse_layers.MOVING):
+    while made is not None and made.primitive.name in fuse_layers.MOVING:
         (z,) = made.invars
         made = graph.producer(z)
     if made is not None and made.primitive is normalise.normalise_p:
@@ -71,7 +69,7 @@ def _sums(graph: Graph, array: Var, axis: int) -> tuple[list[Any], Callable[...,
 
 
 def _means(graph: Graph, array: Var, axis: int) -> dict[int, list[JaxprEqn]]:
-    """The sums of an array by a call, and what they answer, by position; or nothing."""
+    """By position: a call that sums an array, and the means that follow; empty if none do."""
     found = fuse_statistics.means(graph, array, axis)
     of_call = _sums(graph, array, axis) if found else None
     if of_call is None:
@@ -83,6 +81,6 @@ def _means(graph: Graph, array: Var, axis: int) -> dict[int, list[JaxprEqn]]:
 
     def call(*operands: jax.Array) -> list[jax.Array]:
         mean = sums(*operands).reshape(segments, channels) / count
-        return [jnp.stack([mean, jnp.zeros_like(mean)], 1)]  # as of moments, without squares
+        return [jnp.stack([mean, jnp.zeros_like(mean)], 1)]  # moments with 0 for the unused M
 
     return fuse_statistics.by_call(graph, found, call, operands, count)

@@ -1,9 +1,9 @@
-"""Computes what calls read of a program's parameters by one kernel.
+"""Computes the functions of a program's parameters that calls read, by one kernel.
 
-A convolution's filter in bfloat16, and the scale and bias that follow from a batch norm's vectors,
-depend on the program's arguments alone. Each is an elementwise function of few numbers and the
-operand of a call, which reads it from memory, so XLA would launch a kernel for each. Calls of
-``elementwise`` at the program's start compute them together.
+A filter converted to bfloat16, and the scale and bias computed from a batch norm's vectors, depend
+on the program's arguments only. Each is a small array, and the operand of a custom call, which
+reads it from memory. XLA would launch one kernel for each. Calls of ``elementwise`` at the
+program's start compute them together.
 """
 
 from __future__ import annotations
@@ -23,34 +23,31 @@ from jaxconv._src.passes import elementwise, normalise
 from jaxconv._src.passes.elementwise import Function, Result
 from jaxconv._src.sharding import explicit_mesh
 
-# Platforms with a kernel.
-_PLATFORMS = ("cuda",)
+# Operations that return their operand's elements, in order.
+_MOVING = (*IDENTITIES, "reshape", "squeeze")
 
-# Operations that give their operand's elements, in order.
-_MOVING = (*IDENTITIES, "reshape", "squeeze", "expand_dims")
-
-# Operations of two numbers, and of one, by the steps' names.
+# The name in ``elementwise.STEPS`` of each primitive.
 _STEPS = {"add": "add", "add_any": "add", "sub": "sub", "mul": "mul", "div": "div"}
 _STEPS |= {"max": "max", "min": "min", "neg": "neg", "rsqrt": "rsqrt", "sqrt": "sqrt"}
 
-# The most elements of an array for which a launch takes a large part of the time.
+# The most elements of a result. For larger arrays the launch is a small part of the time.
 MOST_ELEMENTS = 1 << 20
 
-# A value of a function that is being built: its kind, and its position among those of the kind.
+# A value of a function under construction: its kind, and its index among the values of this kind.
 _Value = tuple[int, int]
 _OPERAND, _CONSTANT, _STEP = range(3)
 
-# The fewest results that are worth a call.
+# The fewest results for which a call saves a launch.
 _FEWEST = 2
 
-# Primitives of this library that XLA fuses with what computes their operands.
+# Primitives of this library that are lowered to operations which XLA fuses with their operands.
 _BY_XLA = (normalise.normalise_p, normalise.normalise_tangent_p)
 
 
 def rewritten(eqns: Sequence[JaxprEqn], outvars: Sequence[Any]) -> list[JaxprEqn]:
-    """A program's equations, the small functions of its arguments that calls read in one call."""
+    """A program's equations, with one call for the functions of its arguments that calls read."""
     graph = Graph(eqns, outvars)
-    if not set(fuse_convolution.platforms()[:1]) <= set(_PLATFORMS):
+    if not fuse_convolution.for_cuda():
         return graph.eqns
     read: dict[Var, _Written] = {}
     for eqn in filter(_reads_memory, graph.eqns):
@@ -61,13 +58,13 @@ def rewritten(eqns: Sequence[JaxprEqn], outvars: Sequence[Any]) -> list[JaxprEqn
                     read[atom] = written
     if len(read) < _FEWEST:
         return graph.eqns
-    behind = {atom: compat.variable(type_of(atom)) for atom in read}
+    computed = {atom: compat.variable(type_of(atom)) for atom in read}
     try:
-        calls = [call for part in _parts(read) for call in _call(graph, read, part, behind)]
+        calls = [call for part in _parts(read) for call in _call(graph, read, part, computed)]
     except (TypeError, ValueError, compat.ShardingTypeError):
         return graph.eqns
     rest = [
-        eqn.replace(invars=[behind.get(a, a) if isinstance(a, Var) else a for a in eqn.invars])
+        eqn.replace(invars=[computed.get(a, a) if isinstance(a, Var) else a for a in eqn.invars])
         if _reads_memory(eqn)
         else eqn
         for eqn in graph.eqns
@@ -76,12 +73,12 @@ def rewritten(eqns: Sequence[JaxprEqn], outvars: Sequence[Any]) -> list[JaxprEqn
 
 
 class _Written:
-    """The function of a program's arguments that gives an atom.
+    """A function of a program's arguments under construction.
 
     Attributes:
         operands: the arguments.
-        constants: numbers.
-        steps: names of ``elementwise.STEPS``, with the values that each reads.
+        constants: the numbers that the function contains.
+        steps: names in ``elementwise.STEPS``, with the values that each reads.
     """
 
     def __init__(self) -> None:
@@ -91,7 +88,7 @@ class _Written:
 
     @property
     def function(self) -> Function:
-        """The function, with its values numbered."""
+        """The finished function, which numbers operands, constants and steps consecutively."""
         operands, constants = len(self.operands), len(self.constants)
         first = (0, operands, operands + constants)  # by kind
         steps = [(name, tuple(first[k] + at for k, at in read)) for name, read in self.steps]
@@ -99,7 +96,7 @@ class _Written:
 
 
 def _written(graph: Graph, atom: Var) -> _Written | None:
-    """The function of a program's arguments that gives an atom, or None."""
+    """The function of a program's arguments that computes an atom, or None."""
     aval = type_of(atom)
     size = math.prod(getattr(aval, "shape", ()))
     if not is_float(getattr(aval, "dtype", bool)) or not 1 < size <= MOST_ELEMENTS:
@@ -111,18 +108,19 @@ def _written(graph: Graph, atom: Var) -> _Written | None:
     value = _value(graph, atom, size, written, known)
     if value is None or not written.operands or not written.steps:
         return None  # no function, a constant, or an argument, perhaps in another shape
+    # A final rounding to the result's dtype is superfluous, because the store rounds.
     last, read = written.steps[-1]
     alone = len(written.steps) == 1 and read == ((_OPERAND, 0),) and not written.constants
-    behind_another = read == ((_STEP, len(written.steps) - 2),)
-    if last == np.dtype(aval.dtype).name and (alone or behind_another):
-        written.steps.pop()  # the store rounds
+    of_previous = read == ((_STEP, len(written.steps) - 2),)
+    if last == np.dtype(aval.dtype).name and (alone or of_previous):
+        written.steps.pop()
     return written
 
 
 def _value(
     graph: Graph, atom: Any, size: int, written: _Written, known: dict[Any, _Value | None]
 ) -> _Value | None:
-    """An atom's value in a function, which this extends, or None."""
+    """Extends a function by what computes an atom, and returns the atom's value, or None."""
     number = graph.constant(atom)
     if number is not None:
         if number not in written.constants:
@@ -185,7 +183,7 @@ def _step(name: str, values: tuple[_Value, ...], written: _Written) -> _Value | 
 
 
 def _parts(read: dict[Var, _Written]) -> list[list[Var]]:
-    """The results of each call, within its limits."""
+    """The atoms, divided into calls within the limits of ``elementwise``."""
     parts: list[list[Var]] = [[]]
     functions: set[Function] = set()
     for atom, written in read.items():
@@ -199,9 +197,9 @@ def _parts(read: dict[Var, _Written]) -> list[list[Var]]:
 
 
 def _call(
-    graph: Graph, read: dict[Var, _Written], part: Sequence[Var], behind: dict[Var, Var]
+    graph: Graph, read: dict[Var, _Written], part: Sequence[Var], computed: dict[Var, Var]
 ) -> list[JaxprEqn]:
-    """The call that computes some atoms as the variables ``behind`` them."""
+    """The call that computes some atoms and writes them to the variables ``computed``."""
     operands = list(dict.fromkeys(a for atom in part for a in read[atom].operands))
     results = tuple(
         Result(
@@ -216,11 +214,11 @@ def _call(
     def call(*arrays: jax.Array) -> list[jax.Array]:
         return elementwise.elementwise(*arrays, results=results)
 
-    return traced(call, tuple(operands), [behind[atom] for atom in part], graph, 0)
+    return traced(call, tuple(operands), [computed[atom] for atom in part], graph, 0)
 
 
 def _reads_memory(eqn: JaxprEqn) -> bool:
-    """Whether an equation is a call of a kernel that XLA fuses nothing into."""
+    """Whether an equation is a custom call or convolution, which reads its operands from memory."""
     name = eqn.primitive.name
     calls = name.startswith("jaxconv_") and eqn.primitive not in _BY_XLA
     return calls or name in fuse_convolution.NAMES

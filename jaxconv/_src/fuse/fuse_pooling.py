@@ -1,9 +1,8 @@
 """Finds max pooling in forward programs.
 
 The gradient of max pooling goes to the position of each window's maximum. XLA searches the windows
-for these positions a second time and adds by a scatter. If its gradient is taken, a ``max_pool``
-call returns the positions with the maxima, and an element of the gradient is a sum over the windows
-that contain it.
+for these positions a second time and adds with a scatter. A differentiated ``max_pool`` call also
+returns the positions, so each element of the gradient is a sum over the windows that contain it.
 
 If only the pooling reads the relu of a normalised array, the call also normalises that array, and
 the activation is not stored.
@@ -29,7 +28,7 @@ from jaxconv._src.passes.max_pooling import Pooling, Windows
 def rewritten(
     eqns: Sequence[JaxprEqn], outvars: Sequence[Any], in_memory: Callable[[Graph, Any], bool]
 ) -> list[JaxprEqn]:
-    """A program's equations with max pooling as calls.
+    """A program's equations, with each max pooling as a call.
 
     Args:
         eqns: the equations, in order, with calls of ``normalise``.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -31,6 +31,7 @@ from jaxconv._src.fuse import (
     fuse_parameters,
     fuse_pooling,
     fuse_reasons,
+    fuse_rounding,
     fuse_statistics,
 )
 from jaxconv._src.fuse.fuse_chain import Fusion
@@ -71,9 +72,7 @@ def rewritten(closed: Any, fold: bool) -> tuple[Any, list[Any]]:
         if not compat.is_traced(value)
     }
     extra: dict[Var, Any] = {}
-    jaxpr = _fused(jaxpr, known, extra if fold else None)
-    eqns = fuse_parameters.rewritten(jaxpr.eqns, jaxpr.outvars)
-    jaxpr = jaxpr.replace(eqns=eqns)
+    jaxpr = _fused(jaxpr, known, extra if fold else None, whole=True)
     return jaxpr.replace(constvars=[*jaxpr.constvars, *extra]), list(extra.values())
 
 
@@ -91,7 +90,9 @@ def _fused(
     jaxpr: Any,
     known: Mapping[Var, Any],
     extra: dict[Var, Any] | None = None,
+    *,
     transposed: bool = False,
+    whole: bool = False,
 ) -> Any:
     """A program, not closed, with its chains as calls.
 
@@ -100,12 +101,27 @@ def _fused(
         known: values of its constants.
         extra: receives additional constants (filters with their scales); None: there are none.
         transposed: whether it belongs to a backward pass.
+        whole: whether no other program calls it, so that its arguments are parameters.
     """
-    if not _convolves(jaxpr):
-        return jaxpr
-    eqns, outvars = inlined(jaxpr, _becomes_part)
-    eqns = fold_padding.folded(eqns, outvars, known)
-    graph = Graph(live(eqns, outvars), outvars, known)
+    eqns, outvars, forward = jaxpr.eqns, jaxpr.outvars, False
+    if _convolves(jaxpr):
+        eqns, outvars = inlined(jaxpr, _becomes_part)
+        eqns = fold_padding.folded(eqns, outvars, known)
+        eqns = _with_chains(Graph(live(eqns, outvars), outvars, known), outvars, extra, transposed)
+        forward = not (transposed or any(map(_of_a_derivative, eqns)))
+    if forward:
+        eqns = _with_layers(eqns, outvars)
+    if whole:
+        eqns = fuse_parameters.rewritten(eqns, outvars)
+    if forward:
+        eqns = fuse_rounding.rewritten(eqns, outvars)
+    return jaxpr.replace(eqns=eqns, outvars=outvars)
+
+
+def _with_chains(
+    graph: Graph, outvars: list[Any], extra: dict[Var, Any] | None, transposed: bool
+) -> list[JaxprEqn]:
+    """The equations of a program with its chains as calls."""
     refused = _Refused()
     while True:
         before = refused.count
@@ -113,14 +129,17 @@ def _fused(
             extra.clear()
         eqns = _with_calls_traced(graph, outvars, refused, extra, transposed)
         if refused.count == before:
-            if not (transposed or any(map(_of_a_derivative, eqns))):
-                eqns = live(fuse_layers.with_moments(eqns, outvars), outvars)
-                eqns = live(fuse_layers.rewritten(eqns, outvars), outvars)
-                eqns = live(fuse_pooling.rewritten(eqns, outvars, fuse_layers.in_memory), outvars)
-                eqns = live(fuse_means.rewritten(eqns, outvars), outvars)
-                eqns = fuse_layers.with_readers(eqns, outvars)
-                eqns = live(fuse_dense.rewritten(eqns, outvars), outvars)
-            return jaxpr.replace(eqns=eqns, outvars=outvars)
+            return eqns
+
+
+def _with_layers(eqns: Sequence[JaxprEqn], outvars: list[Any]) -> list[JaxprEqn]:
+    """The equations of a forward program with its layers as calls."""
+    eqns = live(fuse_layers.with_moments(eqns, outvars), outvars)
+    eqns = live(fuse_layers.rewritten(eqns, outvars), outvars)
+    eqns = live(fuse_pooling.rewritten(eqns, outvars, fuse_layers.in_memory), outvars)
+    eqns = live(fuse_means.rewritten(eqns, outvars), outvars)
+    eqns = fuse_layers.with_readers(eqns, outvars)
+    return live(fuse_dense.rewritten(eqns, outvars), outvars)
 
 
 def _of_a_derivative(eqn: JaxprEqn) -> bool:
@@ -177,7 +196,7 @@ def _with_calls_traced(
             ends[position] = fusion.chain.out, fusion.chain.axis
     for position, (end, axis) in ends.items():
         alone = (graph, end, axis, taken, notes[position])
-        notes[position] = fuse_reasons.told(*alone, refused=position in without)
+        notes[position] = fuse_reasons.end_reason(*alone, refused=position in without)
     rewritten: list[JaxprEqn] = []
     results = {fusion.chain.out for fusion in fusions.values()}
     for item in live(_with_calls(graph, fusions, notes), outvars, _without_unused):

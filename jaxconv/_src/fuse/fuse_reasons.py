@@ -1,9 +1,9 @@
-"""Names the readers of a convolution's result as the program's author would.
+"""Gives the reason why a chain ends in terms of layers instead of primitives.
 
 ``fuse_chain`` finds the end of a chain and names primitives. This module groups the readers at that
 point: a reduction and the operations that apply its result are one reader, such as "group norm" or
-"squeeze and excitation". Readers for which an epilogue saves no pass are no reason: another
-convolution, a reduction or pooling, the loss, a sum that another call computes.
+"squeeze and excitation". No reason is given if the readers could not be part of an epilogue:
+another convolution, a reduction, pooling, the loss, or a sum that another call computes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from jax.extend.core import JaxprEqn, Var
 from jaxconv._src import compat
 from jaxconv._src.fuse.fuse_graph import REDUCTIONS, Graph, type_of
 
-# The reasons of ``fuse_chain`` that apply to any reader; its other reasons are more specific.
+# The reasons of ``fuse_chain`` that only name readers; its other reasons are more specific.
 _OF_ANY_READER = re.compile(r"its result (is|has) .*|\w+ follows")
 
 # Equations that keep the number of elements but are not elementwise.
@@ -27,22 +27,22 @@ _NOT_ELEMENTWISE += ("rev", "sort", "scan", "while", "cond", "transpose")
 _SAME_ORDER = ("convert_element_type", "copy", "copy_p")
 _RESHAPES = ("reshape", "squeeze", "broadcast_in_dim")
 
-# The number of equations examined after a reduction, to see what its result becomes.
+# The most equations examined after a reduction, to find out what its result is used for.
 _REACH = 64
 
 
-def told(
+def end_reason(
     graph: Graph, end: Var, axis: int, taken: Collection[int], reason: str, *, refused: bool
 ) -> str:
-    """Why a chain ends, in terms of its readers; "" if a longer epilogue would save nothing.
+    """Why a chain ends, in terms of layers; "" if a longer epilogue would save no pass.
 
     Args:
         graph: the program.
         end: the chain's last variable.
         axis: its channel axis.
         taken: positions of the equations that calls compute.
-        reason: the reason of ``fuse_chain``; "" if it knows of no further operation.
-        refused: whether this reason rules out any epilogue of the convolution.
+        reason: the reason of ``fuse_chain``; "" if no following operation could be part of it.
+        refused: whether this reason rules out any epilogue for the convolution.
     """
     if not compat.is_constant_shape(type_of(end).shape):
         return reason
@@ -77,11 +77,16 @@ class _Reader(NamedTuple):
 def _readers(
     graph: Graph, value: Var, axis: int, taken: Collection[int]
 ) -> tuple[list[str], bool, bool]:
-    """A value's readers: their names, whether one is a norm, and one an epilogue operation."""
+    """The readers of a value.
+
+    Returns:
+        Their names; whether one is a norm; whether an epilogue could save a pass over the value,
+        because one is a norm or elementwise.
+    """
     rank = len(type_of(value).shape)
     images = 0 if axis else 1
     labels = ("c" if i == axis else "n" if i == images else "s" for i in range(rank))
-    found = list(_behind(graph, value, tuple(labels), taken))
+    found = list(_readers_in_any_shape(graph, value, tuple(labels), taken))
     norm, parts = _norm(graph, type_of(value).size, found)
     others = {id(r.eqn): r for r in found if id(r.eqn) not in parts}.values()
     names = [norm]
@@ -91,20 +96,21 @@ def _readers(
     return [n for n in names if n], is_norm, is_norm or any(map(_elementwise, others))
 
 
-def _behind(
+def _readers_in_any_shape(
     graph: Graph, value: Var, labels: tuple[str, ...], taken: Collection[int]
 ) -> Iterator[_Reader]:
+    """The readers of a value and of its reshaped or converted forms; for its square, reductions."""
     for position in dict.fromkeys(graph.uses(value)):
         eqn = graph.eqns[position]
         if position in taken:
             continue
         its_labels = _relabelled(eqn, labels)
         if its_labels is not None:
-            yield from _behind(graph, eqn.outvars[0], its_labels, taken)
+            yield from _readers_in_any_shape(graph, eqn.outvars[0], its_labels, taken)
             continue
         yield _Reader(eqn, value, labels)
         if _is_square(eqn):
-            squared = _behind(graph, eqn.outvars[0], labels, taken)
+            squared = _readers_in_any_shape(graph, eqn.outvars[0], labels, taken)
             yield from (r for r in squared if r.eqn.primitive.name in REDUCTIONS)
 
 
@@ -134,14 +140,16 @@ def _name(graph: Graph, eqn: JaxprEqn) -> str:
 def _is_mean(graph: Graph, total: JaxprEqn) -> bool:
     (out,) = total.outvars
     unlabelled = ("",) * len(type_of(out).shape)
-    return any(r.eqn.primitive.name == "div" for r in _behind(graph, out, unlabelled, ()))
+    return any(
+        r.eqn.primitive.name == "div" for r in _readers_in_any_shape(graph, out, unlabelled, ())
+    )
 
 
 # --- axes ---
 
 
 def _relabelled(eqn: JaxprEqn, labels: tuple[str, ...]) -> tuple[str, ...] | None:
-    """The labels of a result that has its operand's elements, otherwise None."""
+    """The labels of a result that is its operand reshaped, transposed or converted, else None."""
     name = eqn.primitive.name
     if name in _SAME_ORDER:
         return labels
@@ -182,18 +190,21 @@ _SOFTMAX = "softmax"
 
 
 def _norm(graph: Graph, size: int, readers: Sequence[_Reader]) -> tuple[str, set[int]]:
-    """The layer to which reductions among the readers belong, and its readers by identity."""
+    """The name of the layer to which reductions among the readers belong, and the layer's readers.
+
+    Readers are given by the ``id`` of their equation. "" and no readers if there is no such layer.
+    """
     reductions = [r for r in readers if r.eqn.primitive.name in REDUCTIONS]
-    operations, spread = _made_of([r.eqn.outvars[0] for r in reductions], graph, size)
+    operations, spread = _uses_of([r.eqn.outvars[0] for r in reductions], graph, size)
     given = (r for r in readers if r.eqn.outvars)  # a callback may have no result
-    applied = [r for r in given if not spread.isdisjoint(_variables(r.eqn))]
+    applied = [r for r in given if any(isinstance(a, Var) and a in spread for a in r.eqn.invars)]
     parts = {id(r.eqn) for r in (*reductions, *applied)}
     if not applied:
         return "", set()
     for reader in applied:  # the variance, after the mean was subtracted
-        centred = _behind(graph, reader.eqn.outvars[0], reader.labels, ())
+        centred = _readers_in_any_shape(graph, reader.eqn.outvars[0], reader.labels, ())
         again = [r.eqn.outvars[0] for r in centred if r.eqn.primitive.name in REDUCTIONS]
-        operations |= _made_of(again, graph, size)[0]
+        operations |= _uses_of(again, graph, size)[0]
     if operations & {"rsqrt", "sqrt"}:
         kinds = [kind for r in reductions if (kind := _kind_of_norm(r))]
         same = (r for r in readers if _is_square(r.eqn) or _is_scaled(graph, r.eqn, size))
@@ -205,12 +216,8 @@ def _norm(graph: Graph, size: int, readers: Sequence[_Reader]) -> tuple[str, set
     return ("squeeze and excitation", parts) if squeezes and excites else ("", set())
 
 
-def _variables(eqn: JaxprEqn) -> list[Var]:
-    return [atom for atom in eqn.invars if isinstance(atom, Var)]
-
-
 def _is_scaled(graph: Graph, eqn: JaxprEqn, size: int) -> bool:
-    """Whether an equation multiplies by a smaller array's elements, like gradients of norms."""
+    """Whether an equation multiplies by a broadcast smaller array, as a norm's gradient does."""
     if eqn.primitive.name != "mul":
         return False
     factors = [type_of(atom).size for atom in eqn.invars]
@@ -219,13 +226,17 @@ def _is_scaled(graph: Graph, eqn: JaxprEqn, size: int) -> bool:
     return min(*factors, *(type_of(m.invars[0]).size for m in spread)) < size
 
 
-def _made_of(start: list[Any], graph: Graph, size: int) -> tuple[set[str], set[Any]]:
-    """What small arrays become: the names of the primitives, and the arrays that are applied.
+def _uses_of(start: list[Any], graph: Graph, size: int) -> tuple[set[str], set[Any]]:
+    """Follows small arrays, such as means, to their use on a large array.
 
     Args:
-        start: the arrays.
+        start: the small arrays.
         graph: the program.
-        size: the elements of the array to which they are applied.
+        size: the number of elements of the large array.
+
+    Returns:
+        The names of the primitives that compute with the small arrays, and all arrays reached:
+        small ones, and those broadcast to the large array's size.
     """
     names: set[str] = set()
     spread: set[Any] = set()
@@ -250,7 +261,7 @@ def _made_of(start: list[Any], graph: Graph, size: int) -> tuple[set[str], set[A
 
 
 def _reduced(reader: _Reader) -> tuple[str, str]:
-    """The sorted labels that a reduction removes, and those that it keeps."""
+    """The sorted labels of the axes that a reduction sums, and of those that it keeps."""
     axes = reader.eqn.params["axes"]
     labels = enumerate(reader.labels)
     sides: tuple[set[str], set[str]] = set(), set()

@@ -1,4 +1,4 @@
-"""Finds sums over an array that follow from its moments: those of batch, group, instance norm.
+"""Finds sums over an array that follow from its moments, as in batch, group and instance norm.
 
 Let mean and M be each channel's mean and sum of squared deviations over n positions (and examples).
 For numbers a, b of each channel,
@@ -7,9 +7,10 @@ For numbers a, b of each channel,
     sum of (y - a) (y - b)    = M + n (mean - a) (mean - b)
     E[y y] - E[y] E[y]        = M / n
 
-So the moments give each of these sums for any a and b that the program subtracts, and neither
-formula of the variance cancels. Sums over a group of channels are sums of these. A program may form
-a sum in steps with factors between them: Equinox averages over positions, then over examples.
+So the moments give each of these sums for any a and b that the program subtracts, and the variance
+is computed without cancellation by either formula. Sums over a group of channels are sums of these.
+A program may compute a sum in steps with factors between them: Equinox averages over positions,
+then over examples.
 """
 
 from __future__ import annotations
@@ -31,24 +32,25 @@ from jaxconv._src.fuse.fuse_affine import Coefficient
 from jaxconv._src.fuse.fuse_axes import CHANNELS, EXAMPLES, POSITIONS, Axes
 from jaxconv._src.fuse.fuse_graph import IDENTITIES, Graph, is_float, traced, type_of
 
-# A factor of the program counts as 1 / n if it differs by at most this many roundings.
+# A factor counts as 1 / n if it differs by at most this multiple of its accumulated rounding error.
 _ROUNDINGS = 4
 
-# Moments are taken over all examples and positions, or over an example's positions.
+# Moments over all examples and positions, or over the positions of each example.
 Over = OneOf["examples", "positions"]
 
 
 @dataclasses.dataclass(frozen=True)
 class Moment:
-    """A variable that follows from the moments.
+    """A variable that follows from the moments: factor * sum of the product of (y - shift).
 
     Attributes:
         out: the variable.
         axes: its axes: channels, and examples if each example has its own moments.
         counts: the numbers of examples and channels of the array.
         factor: the factor of the sum.
-        shifts: the subtracted values, one in a first and two in a second moment; None for zeros.
-        central: whether the squares are of deviations from the mean of everything that is summed.
+        shifts: the values subtracted from y, one in a first and two in a second moment; None: 0.
+        central: if True, ``shifts`` is ignored: the sum is of squared deviations from the mean over
+            everything that is summed, a whole group of channels in group norm.
     """
 
     out: Var
@@ -69,7 +71,7 @@ class Moment:
         Args:
             statistics: means and M, (2, C) or (N, 2, C).
             arrays: the values of ``atoms``.
-            count: the numbers of a channel that are summed.
+            count: how many elements of y each mean is taken over.
         """
         mean, squares = statistics[..., 0, :], statistics[..., 1, :]
         if self.central:
@@ -90,7 +92,7 @@ class Moment:
         return fuse_axes.arranged(total, before, self.axes).astype(aval.dtype)
 
     def _grouped(self, array: Any, reduce: Any, repeated: bool = False) -> Any:
-        """A reduction of (..., C) over the channels that the result combines."""
+        """Reduces (..., C) over each group of channels; ``repeated``: with the shape (..., C)."""
         digits = fuse_axes.in_order(d for axis in self.axes for d in axis)
         kept = [d for d in digits if d.what == CHANNELS]
         if math.prod(d.extent for d in kept) == self.counts[1]:
@@ -104,15 +106,15 @@ class Moment:
 
 @dataclasses.dataclass(frozen=True)
 class _Value:
-    """A variable as the product of (y - shift) over the shifts, summed over some axes.
+    """A variable as factor * the product of (y - shift) over the shifts, summed over some axes.
 
     Attributes:
         axes: the remaining axes.
         shifts: as in ``Moment``.
-        factor: its factor.
-        precision: the relative error of the factor, from the intermediate types.
-        absolute: whether it is the absolute value of the difference.
-        of_means: whether y stands for the examples' means minus the mean of all.
+        factor: the factor.
+        precision: the bound of the factor's relative rounding error.
+        absolute: whether the variable is the absolute value of the difference.
+        of_means: whether y stands for the mean of each example minus the mean over all examples.
     """
 
     axes: Axes
@@ -124,13 +126,13 @@ class _Value:
 
     @property
     def single(self) -> bool:
-        """Whether it is y minus a vector."""
+        """Whether the variable is y minus a vector, summed or not."""
         return len(self.shifts) == 1 and not self.absolute
 
 
 @dataclasses.dataclass(frozen=True)
 class _Stack:
-    """Values stacked along a new axis; None where an entry is no value."""
+    """Values stacked along a new axis; None for an entry that is no ``_Value``."""
 
     axis: int
     parts: tuple[_Value | None, ...]
@@ -140,25 +142,23 @@ class _Stack:
 
 
 class _Finder:
-    """Reads the sums over one array.
+    """Finds the sums over one array.
 
     Args:
         graph: the program.
         y: the array.
-        axis: its axis of channels.
-        over: which moments are taken.
+        axis: its channel axis.
+        over: which moments are computed.
     """
 
     def __init__(self, graph: Graph, y: Var, axis: int, over: Over):
         self.graph, self.y, self.over = graph, y, over
         self.axes = fuse_axes.of(type_of(y).shape, axis)
         self.size = type_of(y).size
-        digits = [d for each in self.axes for d in each]
-        kinds = [[d.extent for d in digits if d.what == w] for w in (EXAMPLES, CHANNELS)]
-        self.counts = math.prod(kinds[0]), math.prod(kinds[1])
+        self.counts = fuse_axes.counts(self.axes)
 
     def found(self) -> list[Moment]:
-        """The sums, including those from which other sums are computed."""
+        """The sums, each at the first variable that is summed over all axes of the moments."""
         values: dict[Var, _Value] = {self.y: _Value(self.axes)}
         stacks: dict[Var, _Stack] = {}
         moments: dict[Var, Moment] = {}
@@ -183,7 +183,9 @@ class _Finder:
                         values[out] = value
                         pending = sorted({*pending, *self.graph.uses(out)})
                         if self._complete(value) and not any(map(self._complete, known)):
-                            moments[out] = self._moment(out, value)
+                            moments[out] = Moment(
+                                out, value.axes, self.counts, value.factor, value.shifts
+                            )
                 continue
             if len(eqn.outvars) != 1:
                 continue
@@ -194,9 +196,6 @@ class _Finder:
                 moments[out] = Moment(out, averages.axes, self.counts, factor, (), central=True)
         return list(moments.values())
 
-    def _moment(self, out: Var, value: _Value) -> Moment:
-        return Moment(out, value.axes, self.counts, value.factor, value.shifts)
-
     def _results(
         self, eqn: JaxprEqn, operands: list[_Value | None]
     ) -> Sequence[_Value | _Stack | None] | None:
@@ -205,7 +204,7 @@ class _Finder:
         if name == "reduce":
             found = [_sum(v, eqn.params["dimensions"]) if v else None for v in operands]
             found = found[: len(eqn.outvars)]
-            # An equation is replaced as a whole.
+            # An equation with several results is replaced only as a whole.
             return found if _adds(eqn) and all(v and self._complete(v) for v in found) else None
         if len(eqn.outvars) > 1:
             return None
@@ -254,27 +253,26 @@ class _Finder:
         return None
 
     def _summed(self, value: _Value) -> bool:
+        """Whether a value is summed over at least one axis."""
         size = math.prod(self.counts) if value.of_means else self.size
         return math.prod(fuse_axes.shape_of(value.axes)) < size
 
     def _share(self, axes: Axes) -> float:
-        """1 over the count of the numbers that are summed."""
+        """1 / n for the n elements of y that are summed to a value with these axes."""
         return math.prod(fuse_axes.shape_of(axes)) / self.size
 
     def _complete(self, value: _Value) -> bool:
-        """Whether a value is a sum over all axes of the moments."""
-        digits = [d for axis in value.axes for d in axis]
-        kinds = [[d.extent for d in digits if d.what == w] for w in (EXAMPLES, CHANNELS)]
-        extents = tuple(map(math.prod, kinds))
+        """Whether a value is a sum over all axes that the moments are taken over."""
+        examples, channels = fuse_axes.counts(value.axes)
         if not self._summed(value) or value.absolute or value.of_means:
             return False
-        if any(d.what == POSITIONS for d in digits):
+        if any(d.what == POSITIONS for axis in value.axes for d in axis):
             return False
         if self.over == "examples":
             if any(s is not None and s.examples for s in value.shifts):
                 return False
-            return extents == (1, self.counts[1])
-        return self.counts[0] > 1 and extents[0] == self.counts[0]
+            return (examples, channels) == (1, self.counts[1])
+        return self.counts[0] > 1 and examples == self.counts[0]
 
     def _made(self, eqn: JaxprEqn, operands: list[_Value | None]) -> _Value | None:
         """The result of an equation on values, or None."""
@@ -304,13 +302,13 @@ class _Finder:
             return _pooled(eqn, value)
         if name == "reduce_sum" and eqn.params.get("out_sharding") is None:
             return _sum(value, eqn.params["axes"])
-        # Over an axis that vmap has named: its rule makes the name a position.
+        # A sum over an axis name of vmap: the batching rule has made the name an axis number.
         if name == "psum" and eqn.params.get("axis_index_groups") is None:
             return _sum(value, eqn.params["axes"])
         return None
 
     def _combined(self, eqn: JaxprEqn, operands: list[_Value | None]) -> _Value | None:
-        """A product of two differences; a difference with a vector; a sum times a number."""
+        """A product of two differences, y minus a vector, or a sum times a constant; else None."""
         name, (out,) = eqn.primitive.name, eqn.outvars
         left, right = operands
         if name == "sub" and left is not None and self._of_examples(left):
@@ -319,7 +317,7 @@ class _Finder:
                 return None
             return _Value(left.axes, of_means=True)
         if name == "sub" and left is not None and right is not None and self._summed(right):
-            right = None  # the mean, as a vector
+            right = None  # a mean, which is subtracted like any vector
         if left is not None and right is not None:
             return self._product(left, right) if name == "mul" else None
         value = left if left is not None else right
@@ -349,7 +347,7 @@ class _Finder:
         return dataclasses.replace(left, shifts=left.shifts + right.shifts)
 
     def _contracted(self, eqn: JaxprEqn, operands: list[_Value | None]) -> _Value | None:
-        """A sum as a matrix product: with ones, or of two values per channel."""
+        """A matrix product that is a sum: with an array of ones, or of two values per channel."""
         (sums, batches), (left, right) = eqn.params["dimension_numbers"], operands
         if left is not None and right is not None:
             value = self._product(left, right)
@@ -389,19 +387,19 @@ class _Finder:
         return values[mean] if isinstance(mean, Var) else None
 
     def _average(self, atom: Any, values: dict[Var, _Value], shifts: tuple) -> bool:
-        """Whether an atom is the mean of y, or of its squares."""
+        """Whether an atom is the mean of y (shifts: one None) or of its squares (two None)."""
         value = values.get(atom) if isinstance(atom, Var) else None
         return value is not None and value.shifts == shifts and self._averages(value)
 
     def _averages(self, value: _Value) -> bool:
-        """Whether a value is a mean over all axes of the moments."""
+        """Whether a value is a mean over all axes that the moments are taken over."""
         return self._complete(value) and self._has_factor(value, self._share(value.axes))
 
     def _has_factor(self, value: _Value, factor: float) -> bool:
         return abs(value.factor / factor - 1) <= _ROUNDINGS * value.precision
 
     def _of_examples(self, value: _Value) -> bool:
-        """Whether a value has each example's mean while the moments are over all examples."""
+        """Whether a value is the mean of each example, while the moments are over all examples."""
         digits = [d for axis in value.axes for d in axis]
         whole = {(EXAMPLES, self.counts[0]), (CHANNELS, self.counts[1])}
         return (
@@ -412,10 +410,9 @@ class _Finder:
         )
 
     def _total_variance(self, eqn: JaxprEqn, values: dict[Var, _Value]) -> _Value | None:
-        """The variance as the mean of the examples' variances plus the variance of their means.
+        """The variance over all examples, from an equation that adds two parts, or None.
 
-        Returns:
-            The variance, or None if the equation is no such sum.
+        The parts are the mean of the examples' variances and the variance of the examples' means.
         """
         if eqn.primitive.name not in ("add", "add_any") or self.over != "examples":
             return None
@@ -437,7 +434,7 @@ class _Finder:
         return within if right and self._has_factor(within, self._share(within.axes)) else None
 
     def _number(self, atom: Any) -> float | None:
-        """The value of an atom that is a number or computed from numbers."""
+        """The value of an atom that is a constant number or computed from constants, or None."""
         number = self.graph.constant(atom)
         if number is not None or math.prod(type_of(atom).shape) != 1:
             return number
@@ -449,7 +446,7 @@ class _Finder:
 
 
 def _scaled(value: _Value, number: float, dtype: np.dtype) -> _Value:
-    """A sum times a number of the program."""
+    """A sum times a constant, whose rounding adds to the factor's error."""
     precision = value.precision + float(jnp.finfo(dtype).eps)
     return dataclasses.replace(value, factor=value.factor * number, precision=precision)
 
@@ -499,20 +496,20 @@ def _squares(eqn: JaxprEqn) -> bool:
 
 
 def find(graph: Graph, y: Var, axis: int, over: Over = "examples") -> list[Moment]:
-    """The sums over y that follow from its moments; none unless a second moment is among them.
+    """The sums over y that follow from its moments; empty unless a second moment is among them.
 
     Args:
         graph: the program.
-        y: an array, the examples along its first axis.
-        axis: its axis of channels.
-        over: which moments are taken.
+        y: an array, with the examples along its first axis.
+        axis: its channel axis.
+        over: which moments are computed.
     """
     found = _found(graph, y, axis, over)
     return found if any(m.central or len(m.shifts) == 2 for m in found) else []
 
 
 def means(graph: Graph, y: Var, axis: int) -> list[Moment]:
-    """The sums over each example's positions of y that follow from their means alone."""
+    """The sums of y over each example's positions; these follow from the means alone."""
     found = _found(graph, y, axis, "positions")
     return [m for m in found if not m.central and len(m.shifts) == 1]
 
@@ -525,7 +522,7 @@ def _found(graph: Graph, y: Var, axis: int, over: Over) -> list[Moment]:
 
 
 def answered(graph: Graph, moment: Moment, statistics: Var, count: int) -> list[JaxprEqn]:
-    """The equations of a sum, from the moments of ``count`` numbers in each channel.
+    """The equations that compute a sum from the moments of ``count`` elements per channel.
 
     Raises:
         TypeError, ValueError: the result has another type than the variable.
@@ -548,14 +545,16 @@ def by_call(
     operands: Sequence[Any],
     count: int,
 ) -> dict[int, list[JaxprEqn]]:
-    """A call at the first of some sums, and what it answers, by position; or nothing.
+    """By position: a call that computes moments, and the sums that follow from them.
+
+    The call stands at the first of the sums. Empty if the program has unknown array types.
 
     Args:
         graph: the program.
         found: the sums.
-        call: a function of ``operands`` that returns a list of the moments alone.
-        operands: atoms.
-        count: the numbers of a channel that are summed.
+        call: a function of ``operands`` that returns a list of one array, the moments.
+        operands: the atoms that the call reads.
+        count: how many elements of a channel are summed.
     """
     positions = [graph.index(m.out) for m in found]
     first = min(p for p in positions if p is not None)
@@ -567,5 +566,5 @@ def by_call(
             assert position is not None
             made[position] = [*made.get(position, []), *answered(graph, moment, statistics, count)]
     except (TypeError, ValueError, compat.ShardingTypeError):
-        return {}  # arrays of types that this does not know: the program's own sums
+        return {}
     return made

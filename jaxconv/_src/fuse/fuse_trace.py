@@ -28,7 +28,7 @@ class Options:
 
 
 # The options of the `fuse` that traces in this thread, or None. They are part of JAX's cache keys,
-# so a jitted function that is traced meanwhile is traced again for other callers.
+# so JAX keeps separate traces of a jitted function for calls inside and outside of `fuse`.
 _in_force = jax.make_user_context(None)
 
 
@@ -39,15 +39,22 @@ def options_in_force() -> Options | None:
 
 @dataclasses.dataclass(frozen=True)
 class Traced:
-    """A traced function with its arguments."""
+    """A traced function with its arguments.
+
+    Attributes:
+        trace: a weak reference to JAX's trace.
+        closed: the program, a closed jaxpr.
+        arrays: its arguments.
+        fold: as in ``Options``.
+        out_tree: the tree structure of the results.
+        constants: the leaves of the results, None for arrays.
+        places: the indices of the arrays among these leaves.
+    """
 
     trace: weakref.ref
-
     closed: Any
     arrays: list[Any]
     fold: bool
-    # The structure of the results, the results that are no arrays, and the indices of those that
-    # are.
     out_tree: Any
     constants: list[Any]
     places: list[int]
@@ -55,7 +62,7 @@ class Traced:
     def evaluate(self) -> Any:
         """The results of the fused program."""
         jaxpr, extra = fuse_program.rewritten(self.closed, self.fold)
-        with _in_force(None):  # primitives' rules differentiate functions that are not the user's
+        with _in_force(None):  # derivative rules of primitives differentiate internal functions
             outs = compat.eval_jaxpr(jaxpr, [*self.closed.consts, *extra], *self.arrays)
         results = list(self.constants)
         for place, out in zip(self.places, outs, strict=True):
@@ -66,12 +73,12 @@ class Traced:
 def traced(
     fun: Callable, args: Sequence[Any], kwargs: Mapping[str, Any], options: Options
 ) -> Traced:
-    """Traces a function with its arguments to a program.
+    """Traces a function with its arguments.
 
-    A differentiated function may leave values in objects that its caller then uses, as Haiku's
-    modules leave random keys and parameters: values that do not depend on the differentiated
-    argument belong to the caller's trace. Traced as a separate program, the function would capture
-    them. Its caller is then traced once more, with derivatives unchanged.
+    A differentiated function may store values in objects that its caller then uses, as Haiku's
+    modules store random keys and parameters. When JAX differentiates, such values belong to the
+    caller's trace; traced as a separate program, the function would leak them. The caller is then
+    traced a second time, with derivatives unchanged.
 
     Raises:
         What ``fun`` raises.

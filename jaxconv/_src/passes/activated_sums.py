@@ -1,13 +1,14 @@
 """The primitive activated_sums: sums over positions of a normalised array that is not stored.
 
-For an array y, channels last, and z, the result of a call of ``normalise`` of y alone,
+For a channels-last array y and z, the result of a ``normalise`` call with y as its only summand,
 
     z    = activation((y - mean) * scale + offset)
     sums = sum of z over the positions of each segment of the leading axis, float32
 
-as squeeze and excitation takes them. On NVIDIA GPUs one kernel reads y once, on each device its
-part, and computes z in float32; XLA's sums over leading axes run at half of the memory's rate. The
-derivative is that of a sum of z. Elsewhere and under vmap, JAX operations sum z, which is rounded.
+as in squeeze and excitation. On NVIDIA GPUs one kernel reads y once, on each device its part, and
+computes z in float32; XLA's sums over leading axes reach about half of the memory's bandwidth. The
+derivative is that of a sum of z. Elsewhere and under vmap, JAX operations sum z, which is rounded
+to its dtype.
 """
 
 from __future__ import annotations
@@ -20,7 +21,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import ad, mlir
@@ -33,6 +33,7 @@ from jaxconv._src.passes.masked_sums import (
     key_of_rows,
     of_segments,
     over_segments,
+    sum_of_parts,
     type_of_sums,
 )
 from jaxconv._src.passes.normalise import Form
@@ -54,7 +55,7 @@ def key(form: Form, shape: tuple[int, ...], dtype: np.dtype, segments: int) -> s
 
 
 def _activation(form: Form) -> tuple[str, float] | None:
-    """The activation's name and slope if an epilogue has it, else None."""
+    """The activation's name in ``epilogue.ACTIVATIONS`` and its slope, or None."""
     if form.activation is None or form.activation.activation is None:
         return None
     name, slope = epilogue.parse_activation(form.activation.activation)
@@ -69,15 +70,15 @@ def accepts(form: Form, shape: tuple[int, ...], dtype: np.dtype, segments: int) 
 def activated_sums(
     z: jax.Array, y: jax.Array, *vectors: jax.Array, form: Form, segments: int
 ) -> jax.Array:
-    """The sums, float32 (1, C), or (segments, 1, C) with several segments, as of ``masked_sums``.
+    """The sums, float32: (1, C), or (segments, 1, C) with several segments.
 
     Args:
-        z: the result of ``normalise(y, *vectors, form=form)``.
-        y: the array.
-        vectors: mean, scale and offset as far as ``form`` names them, float32, (C,) or, with a
-            segment for each example, (N, C).
-        form: the parameters of that call.
-        segments: equal segments of the leading axis.
+        z: the result of ``normalise(y, *vectors, form=form)``; a kernel does not read it.
+        y: the normalised array, float32, float16 or bfloat16.
+        vectors: those of mean, scale and offset that ``form`` names, float32, (C,); with one
+            segment for each example also (N, C).
+        form: the parameters of the ``normalise`` call.
+        segments: the number of equal segments into which the leading axis is divided.
     """
     operands = compat.match_varying(z, y, *vectors)
     return activated_sums_p.bind(*operands, form=form, segments=segments)
@@ -99,11 +100,6 @@ def _jvp(primals, tangents, *, form: Form, segments: int):
     if isinstance(dz, ad.Zero):
         return sums, ad.Zero(jax.typeof(sums).to_tangent_aval())
     return sums, in_jax(dz, form=form, segments=segments)
-
-
-def _batch(operands, mapped_axes, *, form: Form, segments: int):
-    plain = functools.partial(in_jax, form=form, segments=segments)
-    return jax.vmap(plain, in_axes=mapped_axes)(*operands), 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,8 +145,7 @@ def _lower(platform: str, ctx, *operands, form: Form, segments: int):
         if segments > 1:
             attributes |= dict(segments=np.int64(segments))
         found = custom_call.lowered(ctx, platform, TARGET, given, {"sums": by_part}, **attributes)
-        add = mlir.lower_fun(lambda s: lax.reduce_sum(s, (len(leading),)), multiple_results=False)
-        return add(ctx.replace(avals_in=[by_part], avals_out=[sums]), found["sums"])
+        return sum_of_parts(ctx, found["sums"], by_part, sums)
 
     plain = functools.partial(_lower_in_jax, form=form, segments=segments)
     asked = key(form, y.shape, y.dtype, segments)
@@ -163,5 +158,9 @@ _lower_in_jax = mlir.lower_fun(in_jax, multiple_results=False)
 
 ad.primitive_jvps[activated_sums_p] = _jvp
 rules.register(
-    activated_sums_p, shapes=_abstract_eval, batch=_batch, lower=_lower, elsewhere=_lower_in_jax
+    activated_sums_p,
+    shapes=_abstract_eval,
+    batch=rules.batched_as(in_jax),
+    lower=_lower,
+    elsewhere=_lower_in_jax,
 )

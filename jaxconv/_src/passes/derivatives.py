@@ -1,4 +1,4 @@
-"""Derivatives of activations by their operand, in float32, computed as in the kernels."""
+"""Derivatives of activations as functions of their operand, float32, computed as in the kernels."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ def _mish(u: jax.Array, slope: float) -> jax.Array:
     # tanh(log(1 + e)) = n / (n + 2) with e = exp(u), n = e (e + 2)
     e = jnp.exp(jnp.clip(u, -80.0, 20.0))
     n = e * (e + 2)
-    return (n + 4 * jnp.clip(u, -80.0, 20.0) * e * (1 + e) / (n + 2)) / (n + 2)
+    found = (n + 4 * jnp.clip(u, -80.0, 20.0) * e * (1 + e) / (n + 2)) / (n + 2)
+    return found + 0 * u  # NaN at infinity, as in jax.nn.mish
 
 
 def _clipped(u: jax.Array, low: float, high: float) -> jax.Array:
@@ -26,9 +27,15 @@ def _clipped(u: jax.Array, low: float, high: float) -> jax.Array:
 
 
 def _clip_hard_swish(u: jax.Array, slope: float) -> jax.Array:
-    # The clipped factor, and u times its derivative.
+    # u * c(u) with the clipped factor c: c plus u times the derivative of c.
     inner = jnp.where(jnp.abs(u) <= 3, u / 6, 0)
     return jnp.clip(u, -3, 3) / 6 + 0.5 + inner * _clipped(u, -3, 3)
+
+
+def _leaky_maximum(u: jax.Array, slope: float) -> jax.Array:
+    """The derivative of jnp.maximum(u, slope * u), whose operands are equal at infinity too."""
+    of_sign = jnp.where(u > 0, 1, jnp.where(u < 0, slope, np.float32(0)))
+    return jnp.where(u == slope * u, np.float32(0.5 + slope / 2), of_sign)
 
 
 def _from_y(name: str) -> Callable[[jax.Array, float], jax.Array]:
@@ -39,8 +46,9 @@ def _from_operand(name: str) -> Callable[[jax.Array, float], jax.Array]:
     return lambda u, slope: differential(name, slope, u, jnp.ones_like(u))
 
 
-# By the names in the custom call's attribute (cc/cuda/normalisation/derivative.h). At corners they
-# are those of jax.nn; from maximum on, the mean of both sides, as in jnp.maximum and jnp.clip.
+# By the names of the custom call's attribute (cc/cuda/normalisation/derivative.h). At corners the
+# values are those of jax.nn; from "maximum" on they are the mean of both sides, as in jnp.maximum
+# and jnp.clip.
 DERIVATIVES: dict[str, Callable[[jax.Array, float], jax.Array]] = {
     "leaky_relu": _from_operand("leaky_relu"),
     "elu": lambda u, slope: jnp.where(u > 0, 1, slope * jnp.exp(jnp.minimum(u, 0))),
@@ -57,9 +65,7 @@ DERIVATIVES: dict[str, Callable[[jax.Array, float], jax.Array]] = {
     "mish": _mish,
     "maximum": lambda u, slope: jnp.where(u > 0, 1, jnp.where(u == 0, np.float32(0.5), 0)),
     "clip6": lambda u, slope: _clipped(u, 0, 6),
-    "leaky_maximum": lambda u, slope: jnp.where(
-        u > 0, 1, jnp.where(u == 0, np.float32(0.5 + slope / 2), slope)
-    ),
+    "leaky_maximum": _leaky_maximum,
     "clip_hard_sigmoid": lambda u, slope: _clipped(u, -3, 3) * np.float32(1 / 6),
     "clip_hard_swish": _clip_hard_swish,
 }

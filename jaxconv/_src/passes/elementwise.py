@@ -1,16 +1,16 @@
-"""The primitive elementwise: functions of many small arrays, element by element, by one kernel.
+"""The primitive elementwise: elementwise functions of many small arrays by one kernel.
 
-A program's calls read filters in bfloat16, scales and biases that follow from its parameters. XLA
-launches a kernel of about 1.5 us for each. On one NVIDIA GPU one kernel computes all of them.
-Elsewhere, under vmap and in derivatives, they are JAX operations.
+Custom calls read filters converted to bfloat16, scales and biases, which are computed from a
+program's parameters. XLA launches a kernel of about 1.5 us for each. On a single NVIDIA GPU one
+kernel computes all of them. On several devices, on other platforms, under vmap and in derivatives
+they are JAX operations.
 
-A function computes in float32; what the program rounds in between is rounded.
+The functions are computed in float32, with explicit steps where the program rounds to 16 bits.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -54,13 +54,13 @@ MOST_FUNCTIONS, MOST_RESULTS = 32, 256
 class Function:
     """An elementwise function of float32 numbers.
 
-    Its values are numbered: operands, constants, then the result of each step. The last value is
-    the result.
+    Its values have consecutive indices: operands, constants, then the result of each step. The last
+    value is the result.
 
     Attributes:
         operands: the number of operands.
-        constants: numbers.
-        steps: a name of ``STEPS``, and the numbers of its one or two values.
+        constants: the constants' values.
+        steps: for each step a name in ``STEPS``, and the indices of the one or two values it reads.
     """
 
     operands: int
@@ -76,7 +76,7 @@ class Function:
 
     @property
     def code(self) -> list[int]:
-        """The function as the call's attribute has it."""
+        """The function as numbers, for the custom call's attribute ``functions``."""
         bits = np.asarray(self.constants, np.float32).view(np.uint32)
         names = list(STEPS)
         steps = [n for name, read in self.steps for n in (names.index(name), read[0], read[-1])]
@@ -88,10 +88,10 @@ class Result:
     """A result of a call.
 
     Attributes:
-        function: its function.
-        operands: positions among the call's operands, of arrays with the result's number of
-            elements or with one.
-        shape, dtype: its type; elements are in row-major order, as the operands'.
+        function: the function that computes it.
+        operands: the function's operands, as positions among the call's operands. Each array has
+            as many elements as the result, in the same row-major order, or one element.
+        shape, dtype: the type of the result.
     """
 
     function: Function
@@ -101,7 +101,7 @@ class Result:
 
 
 def elementwise(*operands: jax.Array, results: tuple[Result, ...]) -> list[jax.Array]:
-    """The results, in their types."""
+    """The results, each with its ``shape`` and ``dtype``."""
     return elementwise_p.bind(*operands, results=results)
 
 
@@ -129,9 +129,8 @@ def _abstract_eval(*operands: Any, results: tuple[Result, ...]) -> list[Any]:
 
 
 def _jvp(primals, tangents, *, results: tuple[Result, ...]):
-    tangents = [ad.instantiate_zeros(t) if isinstance(t, ad.Zero) else t for t in tangents]
-    _, out = jax.jvp(functools.partial(in_jax, results=results), tuple(primals), tuple(tangents))
-    return elementwise_p.bind(*primals, results=results), out
+    tangent = rules.tangent_of(in_jax, primals, tangents, results=results)
+    return elementwise_p.bind(*primals, results=results), tangent
 
 
 def _lower(platform: str, ctx, *operands, results: tuple[Result, ...]):

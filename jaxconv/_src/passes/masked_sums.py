@@ -1,15 +1,15 @@
-"""The primitive masked_sums: sums of a normalisation's backward pass, and masked gradients.
+"""The primitive masked_sums: the sums of a normalisation's backward pass, and masked gradients.
 
-For one or two gradients and up to two arrays y_i, all of one type and shape, channels last, and
+For one or two gradients and up to two arrays y_i, all channels-last and of one type and shape, and
 float32 vectors,
 
-    g       = the gradient, or the sum of two, rounded
+    g       = the gradient, or the sum of the two, rounded
     dz      = g where above < a < below, else 0; or g * activation'(u), rounded; or g
     sums[0] = sum of dz,    sums[1 + i] = sum of dz * (y_i - mean_i)
 
-The mask's a is an activation's result, or u = (y_0 - mean_0) * scale + offset rounded to the
-arrays' type; or bits give the mask. The sums are over all positions, or over those of each segment
-of the leading axis.
+where a is the activation's result, or u = (y_0 - mean_0) * scale + offset rounded to the arrays'
+type. The mask may also be given as bits. The sums are over all positions, or over the positions of
+each segment of the leading axis.
 
 On NVIDIA GPUs one kernel reads every array once, on each device its part. Elsewhere and under vmap,
 JAX operations compute the same.
@@ -46,10 +46,10 @@ TARGET = "jaxconv_masked_sums"
 masked_sums_p = Primitive(TARGET)
 masked_sums_p.multiple_results = True
 
-# Channels of a thread, whose bits are a byte (cc/cuda/normalisation/plan.h).
+# Channels per thread, so that their mask bits fill one byte (cc/cuda/normalisation/plan.h).
 _VECTOR = 8
 
-# The source of the mask.
+# The source of the mask; see ``Sums``.
 MaskedBy = Literal["result", "affine", "bits", "none"]
 
 
@@ -61,17 +61,17 @@ class Sums:
     float32, (C,), or (segments, C) with several segments.
 
     Attributes:
-        gradients: 1 or 2.
-        arrays: the number of arrays that are multiplied by dz, 0 to 2.
+        gradients: the number of gradients, 1 or 2.
+        arrays: the number of arrays y_i, 0 to 2.
         masked_by: "result": the activation's result, an operand. "affine": u, from the operands
             scale and offset. "bits": the bits of ``normalise_add``, uint8 (..., C / 8), an operand.
             "none": dz is the gradient.
-        stores: whether dz is a result, before the sums.
-        above, below: the bounds of a between which dz is not 0; None: no bound.
-        activation: with "affine", the activation whose derivative multiplies the gradient, from
-            ``DERIVATIVES``, "relu" or "relu6"; None: a mask by above and below.
+        stores: whether dz is the first result.
+        above, below: the bounds of the mask; None: no bound.
+        activation: with "affine", the activation whose derivative multiplies the gradient: "relu",
+            "relu6" or a name in ``DERIVATIVES``; None: a mask with the bounds above and below.
         slope: the slope of leaky_relu and elu.
-        segments: equal segments of the leading axis.
+        segments: the number of equal segments into which the leading axis is divided.
     """
 
     gradients: int
@@ -93,14 +93,14 @@ class Sums:
 
     @property
     def bounds(self) -> tuple[float | None, float | None]:
-        """The bounds of the mask, if there is one."""
+        """The bounds of the mask; (None, None) if there is none."""
         if self.activation in ("relu", "relu6"):
             return 0.0, 6.0 if self.activation == "relu6" else None
         return self.above, self.below
 
     @property
     def derivative(self) -> str | None:
-        """The activation whose derivative replaces a mask."""
+        """The activation whose derivative multiplies the gradient, unless it is a mask."""
         return None if self.activation in ("relu", "relu6") else self.activation
 
 
@@ -141,9 +141,10 @@ def key_of_rows(
 
 
 def accepts_rows(key: str | None, shape: tuple[int, ...], otherwise: bool = True) -> bool:
-    """Whether a kernel accepts a pass: by its plan or, without a library, by the known limits.
+    """Whether a kernel accepts a pass.
 
-    ``otherwise``: the answer of the form without a library.
+    The plan decides. Without the CUDA library, as when lowering for another machine, ``otherwise``
+    says whether kernels accept the form, and the channels must be a multiple of 8.
     """
     plan = None if key is None else rules.planned(key)
     if plan is not None:
@@ -152,9 +153,16 @@ def accepts_rows(key: str | None, shape: tuple[int, ...], otherwise: bool = True
 
 
 def masked_sums(*operands: jax.Array, form: Sums) -> list[jax.Array]:
-    """dz in the gradient's type, if ``form`` stores it, and the sums.
+    """Computes dz, in the gradient's type, if ``form`` stores it, and the sums.
 
-    The sums are (1 + arrays, C), or (segments, 1 + arrays, C) with several segments.
+    Args:
+        operands: gradients and arrays (..., C), float32, float16 or bfloat16; vectors, float32; in
+            the order of ``Sums``.
+        form: the parameters.
+
+    Returns:
+        dz if ``form.stores``, then the sums, float32: (1 + arrays, C), or
+        (segments, 1 + arrays, C) with several segments.
     """
     return masked_sums_p.bind(*compat.match_varying(*operands), form=form)
 
@@ -184,7 +192,7 @@ def _masked(
         kept = jnp.unpackbits(of_mask[0], axis=-1, count=channels, bitorder="little")
         return lax.select(kept.astype(bool), gradient, nothing)
     if form.masked_by == "result":
-        # XLA would otherwise recompute it from its operand, or store the mask separately.
+        # Makes XLA read the stored result; it would otherwise recompute it, or store the mask too.
         a = lax.optimization_barrier(of_mask[0])
     else:
         scale, offset = (along_segments(v, gradient.shape, form.segments) for v in of_mask)
@@ -210,7 +218,7 @@ def along_segments(vector: jax.Array, shape: tuple[int, ...], segments: int) -> 
 
 
 def over_segments(reduce: Callable[..., jax.Array], array: jax.Array, segments: int) -> jax.Array:
-    """A reduction over positions, (C,), or over those of each segment, (segments, C)."""
+    """A reduction over all positions to (C,), or over those of each segment to (segments, C)."""
     if segments == 1:
         return reduce(array, tuple(range(array.ndim - 1)))
     split = explicit_mesh.split_axis(array, 0, (segments, array.shape[0] // segments))
@@ -225,9 +233,8 @@ def _abstract_eval(*operands: Any, form: Sums) -> list[Any]:
 
 
 def _jvp(primals, tangents, *, form: Sums):
-    tangents = [ad.instantiate_zeros(t) if isinstance(t, ad.Zero) else t for t in tangents]
-    _, out = jax.jvp(functools.partial(in_jax, form=form), tuple(primals), tuple(tangents))
-    return masked_sums_p.bind(*primals, form=form), out
+    tangent = rules.tangent_of(in_jax, primals, tangents, form=form)
+    return masked_sums_p.bind(*primals, form=form), tangent
 
 
 def type_of_sums(array: Any, segments: int, count: int) -> Any:
@@ -241,8 +248,14 @@ def type_of_sums(array: Any, segments: int, count: int) -> Any:
 
 
 def of_segments(segments: int) -> tuple[int, ...]:
-    """The leading extents of results per segment."""
+    """The leading axis of sums: one entry for each segment if there are several."""
     return (segments,) if segments > 1 else ()
+
+
+def sum_of_parts(ctx, parts: Any, type_of_parts: ShapedArray, sums: ShapedArray) -> Any:
+    """Lowers the sum of a kernel's partial sums over their axis, the one before the last two."""
+    add = mlir.lower_fun(lambda s: lax.reduce_sum(s, (s.ndim - 3,)), multiple_results=False)
+    return add(ctx.replace(avals_in=[type_of_parts], avals_out=[sums]), parts)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -301,7 +314,7 @@ def _lower(platform: str, ctx, *operands, form: Sums):
         leading = of_segments(form.segments)
         by_part = ShapedArray((*leading, plan.parts, *sums.shape[len(leading) :]), sums.dtype)
         above, below = form.bounds
-        # Programs of earlier versions have only the first two.
+        # Exported programs of earlier versions have only these two; the others are optional.
         attributes: dict[str, Any] = dict(
             above=np.float32(-np.inf if above is None else above),
             below=np.float32(np.nan if below is None else below),
@@ -318,8 +331,7 @@ def _lower(platform: str, ctx, *operands, form: Sums):
             {"sums": by_part} | ({"masked": gradient} if form.stores else {}),
             **attributes,
         )
-        add = mlir.lower_fun(lambda s: lax.reduce_sum(s, (len(leading),)), multiple_results=False)
-        added = add(ctx.replace(avals_in=[by_part], avals_out=[sums]), found["sums"])
+        added = sum_of_parts(ctx, found["sums"], by_part, sums)
         return [*[found["masked"]] * form.stores, *added]
 
     in_jax_of_form = functools.partial(_lower_in_jax, form=form)

@@ -1,26 +1,26 @@
-"""The primitives max_pool and max_pool_gradient: maxima of windows, positions, the gradient.
+"""The primitives max_pool and max_pool_gradient: window maxima, their places, and the gradient.
 
     z         = x, or relu((x - mean) * scale + offset), computed in float32 and rounded before relu
-    maxima    = max of z over each window, -inf in the padding
-    places    = the number of the element that is taken, of 8 bits
-    operands  = x there
-    gradient  = dz, which is dy where a window's place is the element, summed over the windows that
-                contain it; or dz * scale + y * y_scale + offset, for batch norm's operand y
+    maxima    = max of z over each window, with -inf in the padding
+    places    = the position of the maximum within its window, as an 8-bit number
+    operands  = x at the maximum
+    gradient  = dz, or dz * scale + y * y_scale + offset for batch norm's operand y, where dz at an
+                element is the sum of dy over the windows whose place is this element
 
-In row-major order, a later element replaces the taken one unless the taken one is greater or equal:
-the first of equal elements is taken, and a window with NaN agrees with the program. After relu, a
-maximum that is not above 0 has the place NO_PLACE and the operand 0, because relu has no gradient
-there.
+The window is searched in row-major order. An element replaces the current maximum unless the
+maximum is greater or equal, so the first of equal elements wins, and NaN propagates as in the
+program. After relu, a maximum that is not above 0 has the place NO_PLACE and the operand 0, because
+relu has no gradient there.
 
-An element of the gradient is a float32 sum, in the same order in every run, rounded once.
+An element of the gradient is a float32 sum in a fixed order, rounded once.
 
-On NVIDIA GPUs a kernel computes either in one pass, on each device for its examples and channels
-and all positions. Elsewhere and under vmap, JAX operations compute the same:
+On NVIDIA GPUs one kernel computes each primitive in one pass; examples and channels may be sharded.
+Elsewhere and under vmap, JAX operations compute the same:
 
-    forwards    maximum and place of a window, from the operand's slices, one for each position in
-                the window
-    backwards   an element's own windows are ceil(size / stride) along each axis. The pooled arrays
-                are repeated over the stride, once for each of them, and compared by place.
+    forwards    one strided slice of x for each position in the window, and the maximum over these
+    backwards   at most ceil(size / stride) windows along each axis contain an element. For each of
+                them the pooled arrays are upsampled by the stride, and the gradient is selected
+                where the place is the element's position.
 """
 
 from __future__ import annotations
@@ -57,18 +57,18 @@ max_pool_gradient_p = Primitive(GRADIENT_TARGET)
 max_pool_tangent_p = Primitive(TARGET + "_tangent")
 max_pool_tangent_p.multiple_results = True
 
-# Places are below this number.
+# Places are 8-bit numbers.
 PLACES = 256
 
-# The value for "no place". Kernels number the elements of a window below it.
+# The place of a window without gradient. Kernels use smaller numbers for positions.
 NO_PLACE = 255
 
-# The most elements of a window, 7x7. In JAX operations each element takes several operations: at 49
-# XLA compiles for 4 s, at several hundred it makes several kernels that pass whole arrays on.
+# The most elements of a window, 7x7. In JAX operations each element takes several operations: with
+# 49 XLA compiles for 4 s; with several hundred it splits them into kernels that store whole arrays.
 LARGEST = 49
 
-# Channels of a kernel's thread, and the bounds on vectors of them and on padded extents
-# (cc/cuda/pooling/plan.cc).
+# Channels per thread of a kernel, and the kernels' bounds on the number of such vectors and on
+# padded extents (cc/cuda/pooling/plan.cc).
 _VECTOR, _MOST_VECTORS, _MOST_ELEMENTS = 8, 2**31, 2**30
 
 
@@ -80,13 +80,13 @@ class Pooling:
     maxima, and the places and operands on request.
 
     Attributes:
-        windows: on x.
+        windows: the windows over x.
         affine: whether z is batch norm and relu of x; otherwise z is x.
         places: whether the places are a result.
         operands: whether the operands at the places are a result; requires places.
-        copies: the number of results that are the maxima, one for each reader.
-        stored: whether the maxima's gradients are stored in any case.
-        called: whether x is stored in any case, so that a kernel may read it.
+        copies: how often the maxima are returned, once for each reader.
+        stored: whether the gradients of the maxima are stored in any case.
+        called: whether x is stored in any case, so that a kernel can read it.
     """
 
     windows: Windows
@@ -141,7 +141,13 @@ def accepts(windows: Windows, dtype: np.dtype) -> bool:
 
 
 def max_pool(*operands: jax.Array, form: Pooling) -> list[jax.Array]:
-    """The maxima (x's type), and on request places (uint8) and operands (x's type)."""
+    """The maxima (x's dtype) ``form.copies`` times, and on request places (uint8) and operands.
+
+    Args:
+        operands: x, channels-last, float32, float16 or bfloat16; and if ``form.affine``, mean,
+            scale and offset, float32 (C,).
+        form: the parameters.
+    """
     return max_pool_p.bind(*compat.match_varying(*operands), form=form)
 
 
@@ -154,17 +160,17 @@ def max_pool_gradient(
     """The gradient of x, in the gradients' type.
 
     Args:
-        gradients: one gradient of the maxima, or two, whose sum is rounded.
-        place: the windows' places.
-        normalised: empty, or y with x's type and shape, and scale, y_scale and offset, float32
+        gradients: one gradient of the maxima, or two, which are added and rounded.
+        place: the places, uint8.
+        normalised: empty, or y with x's dtype and shape, and scale, y_scale and offset, float32
             (C,).
-        windows: on x.
+        windows: the windows over x.
     """
     given = compat.match_varying(*gradients, place, *normalised)
     return max_pool_gradient_p.bind(*given, windows=windows, gradients=len(gradients))
 
 
-# --- in operations of JAX ---
+# --- in JAX operations ---
 
 
 def in_jax(*operands: jax.Array, form: Pooling) -> list[jax.Array]:
@@ -193,7 +199,7 @@ def _maxima(z: jax.Array, windows: Windows) -> jax.Array:
 
 
 def _search(z: jax.Array, x: jax.Array, windows: Windows) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The maxima of z's windows, the places of the taken elements, and x there."""
+    """The maxima of z's windows, their places, and x at these places."""
     largest: Any = None
     taken: Any = None
     place: Any = None
@@ -230,19 +236,19 @@ def gradient_in_jax(*operands: jax.Array, windows: Windows, gradients: int = 1) 
     place, *normalised = operands[gradients:]
     strides, overlaps, weights = windows.strides, windows.overlaps, windows.weights
     low = [pad for pad, _ in windows.padding]
-    # An element lies in the window of its own stride and in windows that begin before it.
+    # An element at stride * i + a lies in window i and in windows that begin before it.
     grid = [-(-(p + n) // s) for p, n, s in zip(low, windows.shape, strides, strict=True)]
     edges = [(m - 1, g - n, 0) for m, g, n in zip(overlaps, grid, dy.shape, strict=True)]
-    # Forces the places into memory: XLA would otherwise recompute them here, with an edge test for
+    # Makes XLA read the stored places; it would otherwise recompute them, with a bounds check for
     # each read.
     place = lax.optimization_barrier(place)
     if any(map(any, edges)):
         dy = lax.pad(dy, np.array(0, dy.dtype), edges)
         place = lax.pad(place, np.array(0, place.dtype), edges)
         dy, place = lax.optimization_barrier((dy, place))
-    repeated: list[int] = []  # the extents, each stride after its axis
+    repeated: list[int] = []  # the extents of the grid, each followed by its stride
     axes: list[int] = []
-    within: Any = np.uint8(0)  # a position's place in the window that begins with its stride
+    within: Any = np.uint8(0)  # an element's place in the window that begins at stride * i
     for extent, step in zip(grid, strides, strict=True):
         axes.append(len(repeated))
         repeated += [extent] if step == 1 else [extent, step]
@@ -264,7 +270,7 @@ def gradient_in_jax(*operands: jax.Array, windows: Windows, gradients: int = 1) 
         total = total + lax.select(here, source, jnp.zeros_like(source))
     dx = total if normalised else total.astype(dy.dtype)
     for axis, step in enumerate(strides):
-        if step > 1:  # one axis at a time, because a reshape of sharded arrays cannot merge more
+        if step > 1:  # one axis at a time: a reshape of a sharded array can merge only two axes
             dx = dx.reshape((*dx.shape[:axis], dx.shape[axis] * step, *dx.shape[axis + 2 :]))
     dx = lax.slice(dx, low, [p + n for p, n in zip(low, windows.shape, strict=True)])
     if not normalised:
@@ -284,14 +290,14 @@ def _abstract_eval(x: Any, *vectors: Any, form: Pooling) -> list[Any]:
 
 
 def _jvp(primals, tangents, *, form: Pooling):
-    """The derivative at the places, which the forward pass returns."""
+    """Takes the derivative at the places, which the forward pass then returns."""
     pairs = zip(("x", *_VECTORS), tangents, strict=False)
     given = {name: t for name, t in pairs if not isinstance(t, ad.Zero)}
-    told = dataclasses.replace(form, places=True, operands=form.operands or form.affine)
-    results = max_pool_p.bind(*primals, form=told)
+    with_places = dataclasses.replace(form, places=True, operands=form.operands or form.affine)
+    results = max_pool_p.bind(*primals, form=with_places)
     place, *operands = results[form.copies :]
     vectors = dict(zip(_VECTORS, primals[1:], strict=False))
-    linear = MaximaTangent(told, tuple(given))
+    linear = MaximaTangent(with_places, tuple(given))
     named = vectors | {"place": place} | dict(zip(("operands",), operands, strict=False))
     named["maxima"] = results[0]
     kept = [named[name] for name in linear.kept]
@@ -335,7 +341,7 @@ class _MaxPool(SplitPass):
 
 
 def _lower(platform: str, ctx, *operands, form: Pooling):
-    """Lowers to one custom call, or to operations of JAX."""
+    """Lowers to one custom call, or to JAX operations."""
     if not form.called:
         return _lower_in_jax(ctx, *operands, form=form)
 
@@ -392,7 +398,7 @@ class MaximaTangent:
 
     @property
     def kept(self) -> tuple[str, ...]:
-        """The names of the tangents' factors."""
+        """The names of the operands after the tangents: the factors of the tangents."""
         affine = ("mean", "scale", "maxima", "operands") if self.form.affine else ()
         return (*affine, "place")
 
@@ -436,17 +442,12 @@ def _tangent_abstract_eval(*operands: Any, form: MaximaTangent) -> list[Any]:
 
 
 def _tangent_jvp(primals, tangents, *, form: MaximaTangent):
-    tangents = [ad.instantiate_zeros(t) if isinstance(t, ad.Zero) else t for t in tangents]
-
-    def differentiable(*others: jax.Array) -> list[jax.Array]:
-        return tangent_in_jax(*others, primals[-1], form=form)
-
-    _, out = jax.jvp(differentiable, tuple(primals[:-1]), tuple(tangents[:-1]))
-    return max_pool_tangent_p.bind(*primals, form=form), out
+    tangent = rules.tangent_of(tangent_in_jax, primals, tangents[:-1], form=form)  # but for place
+    return max_pool_tangent_p.bind(*primals, form=form), tangent
 
 
 def _tangent_transpose(cotangents, *operands, form: MaximaTangent):
-    """The gradient of x goes to the places; those of the vectors are sums over windows."""
+    """The gradient of x is added at the places; the gradients of vectors are sums over windows."""
     count = len(form.given)
     types = dict(zip(form.given, (o.aval for o in operands[:count]), strict=True))
     named = dict(zip(form.kept, operands[count:], strict=True))
@@ -489,23 +490,9 @@ def _gradient_abstract_eval(dy: Any, *operands: Any, windows: Windows, gradients
 
 
 def _gradient_jvp(primals, tangents, *, windows: Windows, gradients: int):
-    """Places have no derivative."""
-    place = primals[gradients]
-    at = [i for i in range(len(primals)) if i != gradients]
-    given = [tangents[i] for i in at]
-    given = [ad.instantiate_zeros(t) if isinstance(t, ad.Zero) else t for t in given]
-
-    def differentiable(*others: jax.Array) -> jax.Array:
-        operands = *others[:gradients], place, *others[gradients:]
-        return gradient_in_jax(*operands, windows=windows, gradients=gradients)
-
-    _, tangent = jax.jvp(differentiable, tuple(primals[i] for i in at), tuple(given))
-    return max_pool_gradient_p.bind(*primals, windows=windows, gradients=gradients), tangent
-
-
-def _gradient_batch(operands, mapped_axes, **parameters):
-    gradient = functools.partial(gradient_in_jax, **parameters)
-    return jax.vmap(gradient, in_axes=mapped_axes)(*operands), 0
+    form = dict(windows=windows, gradients=gradients)
+    out = max_pool_gradient_p.bind(*primals, **form)
+    return out, rules.tangent_of(gradient_in_jax, primals, tangents, **form)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -533,7 +520,7 @@ class _MaxPoolGradient(SplitPass):
 
 
 def _gradient_lower(platform: str, ctx, *operands, windows: Windows, gradients: int):
-    """Lowers to one custom call, or to operations of JAX."""
+    """Lowers to one custom call, or to JAX operations."""
 
     def by_kernel(_: native.PassPlan) -> list[Any]:
         names = [*("dy", "dy2")[:gradients], "places", "y", "scale", "y_scale", "offset"]
@@ -563,7 +550,7 @@ ad.primitive_jvps[max_pool_gradient_p] = _gradient_jvp
 rules.register(
     max_pool_gradient_p,
     shapes=_gradient_abstract_eval,
-    batch=_gradient_batch,
+    batch=rules.batched_as(gradient_in_jax),
     lower=_gradient_lower,
     elsewhere=_gradient_lower_in_jax,
 )

@@ -47,7 +47,12 @@ def accepts(shape: tuple[int, ...], dtype: np.dtype, segments: int = 1) -> bool:
 
 
 def moments(y: jax.Array, *, segments: int = 1) -> jax.Array:
-    """Mean and M, float32 (2, C), or (segments, 2, C) with several segments."""
+    """Mean and M, float32: (2, C), or (segments, 2, C) with several segments.
+
+    Args:
+        y: a channels-last array (..., C), float32, float16 or bfloat16.
+        segments: the number of equal segments into which the leading axis is divided.
+    """
     return moments_p.bind(y, segments=segments)
 
 
@@ -60,11 +65,11 @@ def in_jax(y: jax.Array, *, segments: int) -> jax.Array:
 
 
 def _tangent(y: jax.Array, found: jax.Array, dy: jax.Array, *, segments: int) -> jax.Array:
-    """Linear in dy."""
+    """The tangent of the moments ``found`` of y, linear in dy."""
     deviation = y.astype(np.float32) - along_segments(found[..., 0, :], y.shape, segments)
     if y.dtype.itemsize >= 4:
-        # The mean's rounding error would shift all gradients of a channel alike (in 16 bits, y's
-        # own rounding hides it).
+        # Corrects the rounding error of the mean, which would shift all gradients of a channel by
+        # the same amount. In 16 bits it is smaller than the rounding of y.
         left = over_segments(jnp.mean, deviation, segments)
         deviation -= along_segments(left, y.shape, segments)
     wide = dy.astype(np.float32)
@@ -86,13 +91,8 @@ def _abstract_eval(y: Any, *, segments: int) -> Any:
     return result_types(_Moments(segments), [type_of_sums(y, segments, 2)], y)[0]
 
 
-def _batch(operands, mapped_axes, *, segments: int):
-    (y,), (axis,) = operands, mapped_axes
-    return jax.vmap(functools.partial(in_jax, segments=segments), in_axes=axis)(y), 0
-
-
 def counts(rows: int, plan: native.PassPlan) -> np.ndarray:
-    """The rows of each part of a segment's rows (cc/cuda/normalisation/moments.h)."""
+    """The number of rows in each part of a segment (cc/cuda/normalisation/moments.h)."""
     blocks, n = -(-rows // plan.block_rows), plan.parts
     found = (blocks - np.arange(n) + n - 1) // n * plan.block_rows
     found[0] -= blocks * plan.block_rows - rows
@@ -103,7 +103,7 @@ def _merged(by_part: jax.Array, count: np.ndarray) -> jax.Array:
     """Merges the moments (..., parts, 2, C) of parts with these row counts."""
     weights = (count / count.sum()).astype(np.float32)[:, None]
     of_part, squares = by_part[..., 0, :], by_part[..., 1, :]
-    # Deviations from the first part's mean are small relative to the mean.
+    # The means are averaged relative to the first part's mean, so a large mean costs no accuracy.
     first = of_part[..., :1, :]
     shift = jnp.sum((of_part - first) * weights, -2, keepdims=True)
     between = of_part - first - shift
@@ -162,5 +162,9 @@ _lower_in_jax = mlir.lower_fun(in_jax, multiple_results=False)
 
 ad.primitive_jvps[moments_p] = _jvp
 rules.register(
-    moments_p, shapes=_abstract_eval, batch=_batch, lower=_lower, elsewhere=_lower_in_jax
+    moments_p,
+    shapes=_abstract_eval,
+    batch=rules.batched_as(in_jax),
+    lower=_lower,
+    elsewhere=_lower_in_jax,
 )

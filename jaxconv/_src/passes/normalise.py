@@ -9,12 +9,12 @@ row per example,
 
 in float32. The forward pass consists of JAX operations, which XLA fuses. The purpose of the
 primitive is its derivative: if the gradients of z are stored, one call of ``masked_sums`` computes
-all sums of the backward pass, including the activation's derivative, with one read of the gradients
-and of y_i.
+all sums of the backward pass, including the activation's derivative, and reads the gradients and
+y_i once.
 
-z may be several results, one for each reader, so that this call adds their gradients. If a shortcut
-is added and the derivative of the activation is a mask, the forward pass writes the mask as bits
-(``normalise_add``).
+z may be returned several times, once for each reader, so that the call of ``masked_sums`` adds the
+readers' gradients. If a shortcut is added and the derivative of the activation is a mask, the
+forward pass writes the mask as bits (``normalise_add``).
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ class Activation(Protocol):
 
     Attributes:
         named: its name and slope if ``masked_sums`` can differentiate it, else None.
-        mask: two bounds; the derivative is 1 between them and 0 elsewhere, including the bounds.
-            None if the derivative is no such mask. The second bound may be None.
+        mask: two bounds; the derivative is 1 between them, and 0 at the bounds and beyond. None if
+            the derivative is no such mask. The second bound may be None.
         activation: the activation of an epilogue with the same values, or None.
     """
 
@@ -83,15 +83,15 @@ class Activation(Protocol):
 class Form:
     """The parameters of a call.
 
-    Its operands are the arrays, the shortcut, and for each array the mean, scale and offset unless
-    these are 0, 1 and 0.
+    Its operands are the arrays, the shortcut, and for each array those of mean, scale and offset
+    that are not 0, 1 and 0.
 
     Attributes:
         vectors: the names of the vectors of each normalised array (one or two arrays).
         shortcut: whether an unnormalised array is added.
-        activation: the function after the sum, or None.
+        activation: the function applied to the sum, or None.
         dtype: the dtype of z.
-        copies: the number of results that are z.
+        copies: how often z is returned.
         stored: whether the arrays and the gradients of z are stored in any case.
         bits: whether the mask is a result, uint8 (..., C / 8).
     """
@@ -137,18 +137,21 @@ class Tangent:
     Attributes:
         form: the differentiated function.
         given: the names of the operands with a tangent.
-        told_by: the source of the derivative: "bits" of the mask, the "result" z, the recomputed
-            "operand" t, or "nothing".
+        source: the source of the activation's derivative: "bits" of the mask, the "result" z, the
+            recomputed "operand" t, or "nothing".
     """
 
     form: Form
     given: tuple[str, ...]
-    told_by: Literal["bits", "result", "operand", "nothing"]
+    source: Literal["bits", "result", "operand", "nothing"]
 
     @property
     def kept(self) -> tuple[str, ...]:
-        """The names of the tangents' factors; an array is among all operands."""
-        needed = set(self.form.names) if self.told_by == "operand" else set()
+        """The names of the operands after the tangents: the factors of the tangents.
+
+        At least one operand, tangent or factor, has the arrays' shape.
+        """
+        needed = set(self.form.names) if self.source == "operand" else set()
         for i in range(self.form.arrays):
             if f"scale{i}" in self.given:
                 needed |= {f"y{i}", f"mean{i}"}
@@ -157,8 +160,8 @@ class Tangent:
         needed &= set(self.form.names)
         if not {"y0", "y1", "shortcut"} & (needed | set(self.given)):
             needed.add("y0")
-        told = (self.told_by,) if self.told_by in ("bits", "result") else ()
-        return tuple(n for n in self.form.names if n in needed) + told
+        stored = (self.source,) if self.source in ("bits", "result") else ()
+        return tuple(n for n in self.form.names if n in needed) + stored
 
     @property
     def sums(self) -> bool:
@@ -167,7 +170,13 @@ class Tangent:
 
 
 def normalise(*operands: jax.Array, form: Form) -> list[jax.Array]:
-    """z, ``form.copies`` times, and the bits."""
+    """z in ``form.dtype``, ``form.copies`` times; then the bits, uint8 (..., C / 8), if asked for.
+
+    Args:
+        operands: the arrays, channels-last, and the float32 vectors, in the order of
+            ``form.names``.
+        form: the parameters.
+    """
     return normalise_p.bind(*compat.match_varying(*operands), form=form)
 
 
@@ -278,12 +287,12 @@ def _jvp(primals, tangents, *, form: Form):
     with_bits = form.stored and _writes_bits(form, [jax.typeof(p) for p in primals])
     computed = dataclasses.replace(form, bits=form.bits or with_bits)
     results = normalise_p.bind(*primals, form=computed)
-    told_by: Any = "nothing"
+    source: Any = "nothing"
     if act is not None:
-        told_by = "operand"
+        source = "operand"
         if form.summands == 2 and act.mask is not None:
-            told_by = "bits" if computed.bits else "result"
-    linear = Tangent(dataclasses.replace(form, bits=False), tuple(given), told_by)
+            source = "bits" if computed.bits else "result"
+    linear = Tangent(dataclasses.replace(form, bits=False), tuple(given), source)
     named |= {"bits": results[-1], "result": results[0]}
     operands = compat.match_varying(*given.values(), *(named[name] for name in linear.kept))
     of_z = normalise_tangent_p.bind(*operands, form=linear)
@@ -298,10 +307,10 @@ def _differentiated(
     act = form.form.activation
     if act is None:
         return dt
-    match form.told_by:
+    match form.source:
         case "operand":
-            of_act = act.cotangent if backwards else act.tangent
-            return of_act(_operand(named, form.form), dt)
+            differentiate = act.cotangent if backwards else act.tangent
+            return differentiate(_operand(named, form.form), dt)
         case "result":
             inside = _inside(named["result"], form.form)
         case _:
@@ -349,15 +358,9 @@ def _tangent_abstract_eval(*operands: Any, form: Tangent) -> list[Any]:
 
 
 def _tangent_jvp(primals, tangents, *, form: Tangent):
-    tangents = [ad.instantiate_zeros(t) if isinstance(t, ad.Zero) else t for t in tangents]
-    of_bits = form.told_by == "bits"
-    at = len(primals) - of_bits  # the bits have no derivative
-
-    def differentiable(*operands: jax.Array) -> list[jax.Array]:
-        return tangent_in_jax(*operands, *primals[at:], form=form)
-
-    _, out = jax.jvp(differentiable, tuple(primals[:at]), tuple(tangents[:at]))
-    return normalise_tangent_p.bind(*primals, form=form), out
+    differentiable = len(primals) - (form.source == "bits")  # bits have no derivative
+    tangent = rules.tangent_of(tangent_in_jax, primals, tangents[:differentiable], form=form)
+    return normalise_tangent_p.bind(*primals, form=form), tangent
 
 
 def _transpose(cotangents, *operands, form: Tangent):
@@ -420,30 +423,30 @@ def _backward(
     # The gradient of t is stored if it is the gradient of an operand: of a shortcut, or of an
     # unscaled array.
     unscaled = any("scale" not in of and "mean" not in of for of in form.form.vectors)
-    stores = form.told_by != "nothing" or len(gradients) == 2
+    stores = form.source != "nothing" or len(gradients) == 2
     stores = stores and (form.form.summands == 2 or unscaled)
-    told = _told(form, summed)
+    by = _derivative_for_sums(form)
     result = None
-    if form.form.stored and told is None and stores:
+    if form.form.stored and by is None and stores:
         # One pass computes the gradient, which is stored in any case, another one the sums.
         result = masked()
-        gradients, stores, told = [result], False, _Told("none")
-    if form.form.stored and told is not None:
-        arrays = [named[f"y{i}"] for i in told.arrays or summed]
+        gradients, stores, by = [result], False, _Derivative("none")
+    if form.form.stored and by is not None:
+        summed_arrays = by.arrays or summed
+        arrays = [named[f"y{i}"] for i in summed_arrays]
         zeros = jnp.zeros(gradients[0].shape[-1:], np.float32)
-        means = [named.get(f"mean{i}", zeros) for i in told.arrays or summed]
+        means = [named.get(f"mean{i}", zeros) for i in summed_arrays]
         segments = gradients[0].shape[0] if examples else 1
         call = Sums(
-            len(gradients), len(arrays), told.masked_by, stores, *told.mask, *told.named, segments
+            len(gradients), len(arrays), by.masked_by, stores, *by.mask, *by.named, segments
         )
         same = all(a.dtype == gradients[0].dtype for a in (*gradients, *arrays))
         if same and masked_sums.accepts(call, gradients[0].shape, gradients[0].dtype):
-            of_mask = [named[n] if n in named else zeros + (n == "scale0") for n in told.operands]
+            of_mask = [named[n] if n in named else zeros + (n == "scale0") for n in by.operands]
             *stored, sums = masked_sums.masked_sums(
                 *gradients, *arrays, *means, *of_mask, form=call
             )
-            places = [f"scale{i}" for i in told.arrays or summed]
-            found = {n: sums[..., 1 + at, :] for at, n in enumerate(places)}
+            found = {f"scale{i}": sums[..., 1 + at, :] for at, i in enumerate(summed_arrays)}
             found["offset"] = sums[..., 0, :]
             return next(iter(stored), result if result is not None else masked()), found
     result = masked() if result is None else result
@@ -456,15 +459,15 @@ def _backward(
 
 
 @dataclasses.dataclass(frozen=True)
-class _Told:
-    """The form in which a call of ``masked_sums`` receives the activation's derivative.
+class _Derivative:
+    """How a call of ``masked_sums`` computes the activation's derivative.
 
     Attributes:
         masked_by: as in ``Sums``.
-        mask: as in ``Activation``, the bounds between which the derivative is 1.
-        named: the activation's name and slope, or None.
-        operands: the names of the operands for it.
-        arrays: the indices of the arrays that the call reads for it.
+        mask: the bounds between which the derivative is 1, as in ``Activation``.
+        named: the activation's name, or None, and its slope.
+        operands: the names of the operands from which the call computes the derivative.
+        arrays: the indices of the arrays from which the call computes the derivative.
     """
 
     masked_by: MaskedBy
@@ -474,19 +477,17 @@ class _Told:
     arrays: tuple[int, ...] = ()
 
 
-def _told(form: Tangent, summed: Sequence[int]) -> _Told | None:
-    """The form of the activation's derivative in a call, or None if there is none."""
+def _derivative_for_sums(form: Tangent) -> _Derivative | None:
+    """How ``masked_sums`` computes the activation's derivative, or None if it cannot."""
     act = form.form.activation
     if act is None:
-        return _Told("none")
-    if form.told_by in ("bits", "result"):
+        return _Derivative("none")
+    if form.source == "bits" or form.source == "result":
         assert act.mask is not None
-        return _Told(
-            "bits" if form.told_by == "bits" else "result", act.mask, operands=(form.told_by,)
-        )
+        return _Derivative(form.source, act.mask, operands=(form.source,))
     if form.form.summands == 2:
         return None
-    of_operand = _Told("affine", operands=("scale0", "offset0"), arrays=(0,))
+    of_operand = _Derivative("affine", operands=("scale0", "offset0"), arrays=(0,))
     if act.mask is not None:
         return dataclasses.replace(of_operand, mask=act.mask)
     return None if act.named is None else dataclasses.replace(of_operand, named=act.named)

@@ -1,14 +1,14 @@
 """The primitive normalise_add: the end of a residual block in training, with a mask.
 
-For one or two arrays y_i of one type and shape, channels last, and float32 vectors,
+For two channels-last arrays y_0, y_1 of one type and shape, and float32 vectors,
 
-    n_i    = (y_i - mean_i) * scale_i + offset_i in float32, rounded
-    result = n_0 + other, rounded, between 0 and below;  other: an array as it is, or n_1
-    bits   = 0 < result < below, of 8 channels a byte, the first channel's the lowest
+    n_i    = (y_i - mean_i) * scale_i + offset_i, computed in float32 and rounded
+    result = n_0 + n_1, or n_0 + y_1, rounded and clipped to [0, below]
+    bits   = 0 < result < below, 8 channels per byte, the first channel in the lowest bit
 
-The backward pass takes its mask from the bits (``masked_sums``), a sixteenth of the result's size.
-On NVIDIA GPUs one kernel reads every array once, on each device its part. Elsewhere and under vmap,
-JAX operations compute the same.
+The backward pass reads the mask from the bits (``masked_sums``), which take 1/16 of the bytes of a
+16-bit result. On NVIDIA GPUs one kernel reads every array once, on each device its part. Elsewhere
+and under vmap, JAX operations compute the same.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ TARGET = "jaxconv_normalise_add"
 normalise_add_p = Primitive(TARGET)
 normalise_add_p.multiple_results = True
 
-# Channels of a thread (cc/cuda/normalisation/plan.h), whose bits are a byte.
+# Channels per thread, so that their mask bits fill one byte (cc/cuda/normalisation/plan.h).
 _VECTOR = 8
 
 
@@ -51,8 +51,8 @@ class BlockEnd:
     Its operands are two arrays and, for each normalised one, mean, scale and offset (C,).
 
     Attributes:
-        arrays: the number of normalised arrays: 1 (the first) or 2.
-        below: the largest number of the result, or None.
+        arrays: the number of normalised arrays: 1 (only y_0) or 2.
+        below: the upper bound of the result, or None.
     """
 
     arrays: int
@@ -73,7 +73,7 @@ def accepts(form: BlockEnd, shape: tuple[int, ...], dtype: np.dtype) -> bool:
 
 
 def bits_type(array: Any) -> Any:
-    """The type of an array's bits."""
+    """The type of the bits for an array: uint8 (..., C / 8), sharded like the array if possible."""
     *spec, of_channels = given_partitions(array)
     mesh, channels = array.sharding.mesh, array.shape[-1]
     parts = math.prod(mesh.shape[axis] for axis in of_channels)
@@ -119,8 +119,7 @@ def _abstract_eval(*operands: Any, form: BlockEnd) -> list[Any]:
 
 
 def _jvp(primals, tangents, *, form: BlockEnd):
-    tangents = [ad.instantiate_zeros(t) if isinstance(t, ad.Zero) else t for t in tangents]
-    _, tangent = jax.jvp(functools.partial(_result, form=form), tuple(primals), tuple(tangents))
+    tangent = rules.tangent_of(_result, primals, tangents, form=form)
     result, bits = normalise_add_p.bind(*primals, form=form)
     return [result, bits], [tangent, ad.Zero(jax.typeof(bits).to_tangent_aval())]
 

@@ -15,7 +15,7 @@ class Windows:
         shape: the array's extents.
         sizes: the extents of a window.
         strides: from window to window; along an axis with a single window, the padded extent.
-        padding: elements before and after, with the lowest value.
+        padding: the numbers of elements before and after the array, filled with -inf.
     """
 
     shape: tuple[int, ...]
@@ -36,13 +36,13 @@ class Windows:
 
     @property
     def overlaps(self) -> tuple[int, ...]:
-        """The number of windows that may contain an element."""
+        """The most windows that contain an element, along each axis."""
         return tuple(-(-size // s) for size, s in zip(self.sizes, self.strides, strict=True))
 
     @property
     def weights(self) -> tuple[int, ...]:
         """The weights whose dot product with a position in a window is its place."""
-        # For windows extended to whole strides, where a position is stride * j + a for all a and j.
+        # Row-major weights for window extents rounded up to a multiple of the stride.
         extended = [m * s for m, s in zip(self.overlaps, self.strides, strict=True)]
         return tuple(math.prod(extended[axis + 1 :]) for axis in range(len(extended)))
 

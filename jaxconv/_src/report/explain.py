@@ -21,8 +21,8 @@ from jaxconv._src.report.explanation import Explanation as Explanation
 def _occurrences(module) -> collections.Counter[tuple[str, int]]:
     """How often the program runs each operation of a tag and index; loop bodies count once.
 
-    Lowering does not follow the program's order: JAX lowers a function once and calls it from many
-    places, or copies it into them.
+    The number of lowerings does not tell: JAX lowers a function once and calls it from many places,
+    or copies it into them.
     """
     callees: dict[str, list[str]] = {}
     marked: dict[str, list[tuple[str, int]]] = {}

@@ -53,9 +53,9 @@ class Explanation:
 
     @property
     def missed(self) -> tuple[Convolution, ...]:
-        """Convolutions after which ``fuse`` left out an operation that a call could compute.
+        """Convolutions followed by an operation that a call could compute, but ``fuse`` left out.
 
-        The reason is their ``chain_end``. Those with an epilogue compute a part of what follows.
+        The reason is their ``chain_end``. If they have an epilogue, it ends before that operation.
         """
         return tuple(c for c in self.convolutions if misses(c))
 
@@ -97,7 +97,7 @@ class Explanation:
 
 # --- rows ---
 
-# The width of text that is not wide, and of the numbers at a row's end.
+# The width of the text unless it is ``wide``, and of the numbers at a row's end.
 _COLUMNS = 100
 _MICROSECONDS, _SHARE = 9, 7
 
@@ -327,7 +327,7 @@ def _section(
     wide: bool,
 ) -> list[str]:
     """Each reason once, after the number of its convolutions, with its kernels."""
-    found: dict[record.Refusal, dict[int, int]] = {}  # row by row, how often the program has it
+    found: dict[record.Refusal, dict[int, int]] = {}  # for each refusal, its count by row
     for number, row in enumerate(rows, 1):
         for c in row.members:
             for refusal in dict.fromkeys(refusals(c)):

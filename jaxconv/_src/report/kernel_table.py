@@ -48,7 +48,7 @@ class Kernel:
             "activated_sums", "moments", "normalise_add", "elementwise", "max_pool" or
             "max_pool_gradient".
         family: its kernel family, which ``algorithm`` also accepts.
-        dtype: that of its operands, as in the name: "f32", "bf16", "f16", "s8", "u8".
+        dtype: the dtype of its operands, as in the name: "f32", "bf16", "f16", "s8", "u8".
         takes: the kinds of problems that it accepts, found by planning them: a dense 3x3
             convolution of 64 channels ("dense"), and that convolution changed in one respect:
             "1x1", "1-D", "3-D", "strides", "dilation", "input dilation" (a transposed convolution),
@@ -56,7 +56,7 @@ class Kernel:
             (``vmap`` over both operands), "negative padding", "epilogue" (scale, bias, residual and
             activation in the same call). A kernel with none of them accepts special problems only.
             For a kernel of a pass, its form, as in the name.
-        precisions: those of "default", "high" and "highest" that it serves.
+        precisions: the precisions that it serves, of "default", "high" and "highest".
     """
 
     name: str

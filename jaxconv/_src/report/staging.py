@@ -1,4 +1,4 @@
-"""Traces any function that a user may call, including its changes in place."""
+"""Traces any function of a user, including what it changes in place."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _staged(fun: Callable, args: tuple, kwargs: dict[str, Any]) -> jax.stages.Tr
 
 
 def _plain(fun: Callable, args: tuple, kwargs: dict[str, Any]) -> jax.stages.Traced:
-    """The program of a function that is not jitted, or by a wrapper without ``trace``."""
+    """The program of a function that is not jitted, or is jitted by a wrapper without ``trace``."""
     leaves, tree = jax.tree.flatten((args, kwargs))
     arrays = {str(i): leaf for i, leaf in enumerate(leaves) if _is_array(leaf)}
 
@@ -88,7 +88,7 @@ def _attributes(value: Any) -> list[Any]:
 
 
 def _copied(value: Any) -> Any:
-    """A copy of a pytree that holds arrays, such as a module; other objects unchanged."""
+    """A copy of a pytree that contains arrays, such as a module; other objects themselves."""
     leaves, tree = _flatten(value)
     if jax.tree_util.treedef_is_leaf(tree) or not any(map(_is_array, leaves)):
         return value
@@ -128,7 +128,7 @@ def _with_own_state(fun: Callable) -> tuple[Callable, Callable[[], list[Any]]]:
 
 
 def _names(code: types.CodeType) -> set[str]:
-    """Names of globals that a function reads, and the functions in it."""
+    """Names of the globals that a function, or a function inside it, may read."""
     inner = (const for const in code.co_consts if isinstance(const, types.CodeType))
     return set(code.co_names).union(*map(_names, inner))
 

@@ -1,4 +1,4 @@
-"""Translates reasons of ``fuse``, which name primitives, for JAX's users."""
+"""Translates the reasons of ``fuse``, which name JAX's primitives, into plain words."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ _NUMBERS = ("two", "three", "four", "five", "six", "seven", "eight", "nine")
 # The reason of ``fuse_program`` before a batch norm whose statistics the call returns.
 _STATISTICS = "what follows takes the statistics of the whole result"
 
-# The text of reasons that are not about readers.
+# The text for whole reasons, other than lists of readers.
 _SAID = {
     "its result is returned and used": "the function returns it, too",
     "it is computed as dgrad, which has no epilogue": "transposed convolutions have no epilogue",

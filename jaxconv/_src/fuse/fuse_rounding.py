@@ -1,0 +1,167 @@
+"""Rounds the gradient of a normalised 16-bit array once.
+
+Both the moments of an array and the layers that normalise it give it a gradient. JAX adds gradients
+in the array's dtype: with 16 bits it rounds both, and their sum. Most programs convert the array to
+float32 before they compute its moments and normalise it, so that JAX adds in float32.
+
+Here each such call gets the array twice: as its value, without a derivative, and converted to
+float32, for the derivative alone. If a convolution's call returns the array and its moments, it
+also returns the conversion. Nothing reads the conversion's value, and XLA removes it.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.custom_derivatives import SymbolicZero
+from jax.extend.core import JaxprEqn, Var
+from jax.interpreters import ad
+
+from jaxconv._src import compat
+from jaxconv._src.conv import fused
+from jaxconv._src.fuse.fuse_graph import Graph, is_float, traced, type_of
+from jaxconv._src.fuse.fuse_layers import MOVING
+from jaxconv._src.passes import moments, normalise
+
+
+@dataclasses.dataclass(frozen=True)
+class _Reading:
+    """An array operand of a call.
+
+    Attributes:
+        position, operand: the call and the operand's index.
+        array: the array that the operand is, possibly in another shape.
+        moves: the equations that bring it to the operand's shape.
+    """
+
+    position: int
+    operand: int
+    array: Var
+    moves: tuple[JaxprEqn, ...]
+
+
+def rewritten(eqns: Sequence[JaxprEqn], outvars: Sequence[Any]) -> list[JaxprEqn]:
+    """A program's equations; gradients that calls give to one 16-bit array are added in float32."""
+    graph = Graph(eqns, outvars)
+    readings = [r for at in range(len(graph.eqns)) for r in _readings(graph, at)]
+    counts = collections.Counter(r.array for r in readings)
+    by_call: dict[int, list[_Reading]] = {}
+    for reading in readings:
+        if counts[reading.array] > 1 or _has_statistics(graph, reading.array):
+            by_call.setdefault(reading.position, []).append(reading)
+    wide: dict[Var, Var] = {}
+    placed: dict[int, list[JaxprEqn]] = {}
+    for position, of_call in by_call.items():
+        placed[position] = []
+        for array in (r.array for r in of_call if r.array not in wide):
+            wide[array] = compat.variable(type_of(array).update(dtype=np.dtype(np.float32)))
+            made = graph.index(array)
+            if made is not None and _has_statistics(graph, array):
+                placed[made] = _also_wide(graph, made, wide[array])
+            else:
+                placed[position] += traced(_converted, [array], [wide[array]], graph, position)
+        placed[position] += _with_wide(graph, of_call, wide)
+    return graph.with_replaced(placed)
+
+
+def _has_statistics(graph: Graph, array: Var) -> bool:
+    """Whether an array is the result of a convolution's call that also returns its statistics."""
+    made = graph.producer(array)
+    if made is None or made.primitive is not fused.conv_fused_p:
+        return False
+    return made.params["epilogue"].statistics and array is made.outvars[0]
+
+
+def _readings(graph: Graph, position: int) -> list[_Reading]:
+    """The 16-bit arrays whose moments an equation computes, or which it normalises."""
+    eqn = graph.eqns[position]
+    if eqn.primitive is moments.moments_p:
+        count = 1
+    elif eqn.primitive is normalise.normalise_p:
+        count = eqn.params["form"].arrays
+    else:
+        return []
+    found = []
+    for operand, array in enumerate(eqn.invars[:count]):
+        moves: list[JaxprEqn] = []
+        while (made := graph.producer(array)) is not None and made.primitive.name in MOVING:
+            moves.insert(0, made)
+            array = made.invars[0]
+        aval = type_of(array)
+        if isinstance(array, Var) and is_float(aval.dtype) and aval.dtype.itemsize == 2:
+            found.append(_Reading(position, operand, array, tuple(moves)))
+    return found
+
+
+def _converted(array: jax.Array) -> list[jax.Array]:
+    return [array.astype(np.float32)]
+
+
+def _with_wide(
+    graph: Graph, readings: Sequence[_Reading], wide: Mapping[Var, Var]
+) -> list[JaxprEqn]:
+    """A call whose derivative by some of its operands goes through float32 arrays."""
+    position = readings[0].position
+    eqn = graph.eqns[position]
+
+    def bound(*operands: jax.Array) -> list[jax.Array]:
+        results = eqn.primitive.bind(*operands, **eqn.params)
+        return results if eqn.primitive.multiple_results else [results]
+
+    @jax.custom_jvp
+    def call(wide: list[jax.Array], operands: list[jax.Array]) -> list[jax.Array]:
+        return bound(*operands)
+
+    @functools.partial(call.defjvp, symbolic_zeros=True)
+    def jvp(primals: Any, tangents: Any) -> Any:
+        of_wide, of_operands = tangents
+        given = list(of_operands)
+        for reading, tangent in zip(readings, of_wide, strict=True):
+            given[reading.operand] = tangent
+        rule = ad.primitive_jvps[eqn.primitive]
+        results, found = rule(primals[1], _zeros(given), **eqn.params)
+        if not eqn.primitive.multiple_results:
+            results, found = [results], [found]
+        return results, [ad.instantiate_zeros(t) for t in found]
+
+    def computed(arrays: list[jax.Array], operands: list[jax.Array]) -> list[jax.Array]:
+        moved = []
+        for array, reading in zip(arrays, readings, strict=True):
+            for move in reading.moves:
+                array = move.primitive.bind(array, **move.params)
+            moved.append(array)
+        return call(moved, operands)
+
+    given = [wide[r.array] for r in readings], list(eqn.invars)
+    return traced(computed, given, eqn.outvars, graph, position)
+
+
+def _also_wide(graph: Graph, position: int, wide: Var) -> list[JaxprEqn]:
+    """A convolution's call that also returns its first result in float32, with its derivative."""
+    eqn = graph.eqns[position]
+
+    def with_wide(results: Sequence[Any]) -> list[Any]:
+        return [*results, results[0].astype(np.float32)]
+
+    @jax.custom_jvp
+    def call(*operands: jax.Array) -> list[jax.Array]:
+        return with_wide(fused.conv_fused_p.bind(*operands, **eqn.params))
+
+    @functools.partial(call.defjvp, symbolic_zeros=True)
+    def jvp(primals: Any, tangents: Any) -> Any:
+        results, found = fused.linearized(primals, _zeros(tangents), **eqn.params)
+        rounded = [t.astype(r.dtype) for r, t in zip(results, found, strict=True)]
+        return with_wide(results), [*rounded, found[0]]
+
+    return traced(call, tuple(eqn.invars), [*eqn.outvars, wide], graph, position)
+
+
+def _zeros(tangents: Sequence[Any]) -> list[Any]:
+    """Tangents as a primitive's rule takes them."""
+    return [ad.Zero(t.aval) if isinstance(t, SymbolicZero) else t for t in tangents]
