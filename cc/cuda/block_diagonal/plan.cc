@@ -79,16 +79,12 @@ constexpr int64_t kChunks = kTileBytes / 16;  // of a pixel
 // Issue slots of an instruction, waits for its operands included. Fitted.
 constexpr double kIssueSlots = 1.65;
 // Instructions of a warp, counted in the SASS for sm_90: one 16-byte chunk of a box or tile for
-// each lane; the positions and barriers of an item; a store of gather.cuh; the work of wgrad for 16
-// positions before their products.
-constexpr double kCopyInstructions = 15, kItemInstructions = 200, kStoreInstructions = 14;
-constexpr double kPlaceInstructions = 14;
-// float32: rounding a fragment of A to TF32; splitting it (common/split_tf32.cuh); adding the four
-// sums of a run to the float32 sums if they are finite.
-constexpr double kRoundInstructions = 4, kSplitInstructions = 12, kPromoteInstructions = 10;
-// Cycles that a CTA waits at the barriers of an item and for the first operands after them. A
-// single CTA on an SM (two warps on each scheduler) also waits longer for each operand.
-constexpr double kItemCycles = 800, kAlone = 1.3;
+// each lane; the positions and barriers of an item; a store of gather.cuh, and the work of wgrad
+// for 16 positions before their products; a tap; rounding a fragment of A of float32 to TF32.
+constexpr double kCopyInstructions = 15, kItemInstructions = 200, kTapInstructions = 3;
+constexpr double kPlaceInstructions = 14, kRoundInstructions = 4;
+// A single CTA on an SM (two warps on each scheduler) waits longer for each operand.
+constexpr double kAlone = 1.3;
 
 // As in CutIntoSlices.
 constexpr int64_t kMinItemsOfSlice = 4;
@@ -125,13 +121,13 @@ WarpWork WorkOfWarp(const Instance& instance, const Params& params) {
   const double copies = static_cast<double>(StagePixels(instance, params) * kChunks) / kThreads;
   // Blocks of 16 positions in the longest strip.
   const auto blocks =
-      static_cast<double>(CeilDiv(CeilDiv(params.tile_pixels, 16), instance.strips()));
-  const auto columns = static_cast<double>(instance.block / 8);
+      static_cast<double>(CeilDiv(CeilDiv(params.tile_pixels, kMmaRows), instance.strips()));
+  const auto columns = static_cast<double>(instance.block / kMmaColumns);
   const double fixed = kItemInstructions + copies * kCopyInstructions;
   // Instructions other than products: preparing A of a product and B of 8 columns; adding the sums
   // of a run to the float32 sums.
   const bool f32 = instance.element_bytes == 4;
-  const double products = instance.three_tf32 ? 3 : 1;
+  const auto products = static_cast<double>(ProductsOf(instance.three_tf32));
   const double of_a = instance.three_tf32 ? kSplitInstructions : f32 ? kRoundInstructions : 0;
   const double of_run = instance.three_tf32 ? kPromoteInstructions : 0;
   if (instance.wgrad()) {
@@ -151,9 +147,9 @@ WarpWork WorkOfWarp(const Instance& instance, const Params& params) {
   const double of_b = instance.three_tf32 ? columns * steps * of_a / 2 : 0;
   return {
       fixed +
-          taps * (3 + of_b + steps * columns / 2 +
+          taps * (kTapInstructions + of_b + steps * columns / 2 +
                   blocks * (steps * (1 + of_a + products * columns) + runs * columns * of_run)) +
-          blocks * 2 * kStoreInstructions,
+          blocks * 2 * kPlaceInstructions,
       blocks * taps * steps * products * columns};
 }
 
@@ -163,21 +159,21 @@ double Wavefronts(const Instance& instance, const Params& params) {
   // ldmatrix of a tap: one wavefront for a chunk of eight positions, whose pixels lie in different
   // banks if the stride is odd.
   const int64_t shared = std::gcd(params.axis[2].stride, 8);
-  const auto walked = static_cast<double>(CeilDiv(params.tile_pixels, 8) * kChunks);
+  const auto walked = static_cast<double>(CeilDiv(params.tile_pixels, kMmaColumns) * kChunks);
   const double box = walked * static_cast<double>(shared);
   if (instance.wgrad()) {
     const auto taps = static_cast<double>(instance.rows *
                                           std::min<int64_t>(instance.columns, params.axis[2].taps));
     // Each 16 channels c need all channels k of their block.
-    return copies + taps * box + walked * static_cast<double>(instance.block) / 16;
+    return copies + taps * box + walked * static_cast<double>(instance.block) / kMmaRows;
   }
   const double taps = static_cast<double>(params.axis[1].taps) * params.axis[2].taps;
   const auto warps =
       static_cast<double>(instance.channels() / instance.block *
-                          std::min(instance.strips(), CeilDiv(params.tile_pixels, 16)));
+                          std::min(instance.strips(), CeilDiv(params.tile_pixels, kMmaRows)));
   // B of a warp and tap: block^2 elements.
   const auto bytes = static_cast<double>(instance.block * instance.block * instance.element_bytes);
-  return copies + taps * (box + warps * bytes / 128);
+  return copies + taps * (box + warps * bytes / kSharedBytesPerCycle);
 }
 
 // One tile and one depth tap on one of the GPU's SMs, divided by their number; `ctas_of_sm` CTAs on
@@ -193,7 +189,7 @@ TimeTerms TermsOfTile(const Instance& instance, const Params& params, int64_t ct
                        cycles;
   const double issue = work.instructions * kIssueSlots * kWarps / kSchedulers;
   // The boxes of neighbouring tiles overlap in L2.
-  const double l2 = static_cast<double>(StagePixels(instance, params) * kChunks * 16) /
+  const double l2 = static_cast<double>(StagePixels(instance, params) * kChunks * kChunkBytes) /
                     (gpu.dram_bytes_per_us * kL2Rate);
   terms.loads = std::max(l2, alone * std::max(issue, Wavefronts(instance, params)) / cycles);
   return terms;

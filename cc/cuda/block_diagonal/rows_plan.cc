@@ -8,15 +8,16 @@
 #include "cuda/block_diagonal/instance.h"
 #include "cuda/block_diagonal/params.h"
 #include "cuda/block_diagonal/runs_plan.h"
+#include "cuda/common/rates.h"
 
 namespace jaxconv::block_diagonal {
 namespace {
 
 constexpr int64_t kHalo = 2;
 
-// Cycles of a warpgroup for a row in addition to its products; and from the start to the first
-// product plus from the last product to the end, for each 16 channels of a block.
-constexpr double kRowCycles = 500, kStartCycles = 2500;
+// Cycles of a warpgroup for a row in addition to its products.
+constexpr double kRowCycles = 500;
+constexpr int64_t kTaps = 3;  // of rows and of columns
 
 int64_t SharedBytes(const Instance& instance) {
   const int64_t filter = kTileBytes * instance.block * 3 * kRowTaps;
@@ -28,8 +29,8 @@ int64_t SharedBytes(const Instance& instance) {
 double CyclesOfRow(const Instance& instance) {
   const int64_t owned = kRowBytes / instance.element_bytes;
   const auto filter_columns = std::min(instance.block, owned);
-  const auto columns = static_cast<double>(3 * filter_columns);
-  const auto products = static_cast<double>(3 * (instance.channels() / filter_columns) *
+  const auto columns = static_cast<double>(kTaps * filter_columns);
+  const auto products = static_cast<double>(kTaps * (instance.channels() / filter_columns) *
                                             (instance.block / instance.step_channels()));
   return products * std::max(columns / 2, 16 + columns / 4);
 }
@@ -102,8 +103,8 @@ Status MakeRowsPlan(const KernelDesc& kernel, const ConvProblem& problem, const 
       rows * static_cast<double>(ctas_of_sm * kRowPairs) * multiply / gpu.cycles_per_us();
   plan->terms.stores = rows * (multiply / 2 + kRowCycles) / gpu.cycles_per_us();
   plan->terms.dram = DramBytes(instance, problem, gpu) / gpu.dram_bytes_per_us;
-  plan->terms.launch =
-      gpu.launch_us + kStartCycles * static_cast<double>(instance.block) / 16 / gpu.cycles_per_us();
+  plan->terms.launch = gpu.launch_us + kStartCycles * static_cast<double>(instance.block) /
+                                           kMmaRows / gpu.cycles_per_us();
   plan->form = FormTimeOf("block_diagonal rows", OperationsName(problem),
                           OperandsName(problem, /*tf32=*/true, instance.three_tf32));
   plan->microseconds = PredictedMicroseconds(plan->terms, plan->form);

@@ -12,19 +12,13 @@
 namespace jaxconv::block_diagonal {
 namespace {
 
-constexpr int64_t kTaps = 3;      // of rows and of columns
-constexpr int64_t kMaxBox = 256;  // pixels of a box along an axis
+constexpr int64_t kTaps = 3;        // of rows and of columns
+constexpr int64_t kWavefronts = 4;  // of ldmatrix
+constexpr int64_t kMaxBox = 256;    // pixels of a box along an axis
 
 // Instructions of a warp for an item other than products and their operands, and for a row of
 // results.
 constexpr double kItemInstructions = 120, kRowInstructions = 10;
-// Three TF32 products: splitting a fragment of A, and of 8 columns of B (common/split_tf32.cuh);
-// adding the four sums of a run to the float32 sums if they are finite.
-constexpr double kSplitA = 12, kSplitB = 6, kPromoteInstructions = 10;
-// Cycles that an item waits at barriers and for its first operands, shared by the CTAs of an SM;
-// wgrad has no barrier. And cycles from the start to the first product plus from the last product
-// to the end; in fprop and dgrad for each 16 channels of a block.
-constexpr double kItemCycles = 800, kWgradItemCycles = 200, kStartCycles = 3500;
 
 int64_t StageBytes(const Instance& instance, const Params& params) {
   const int64_t walked = instance.wgrad() ? params.tile_pixels : 0;
@@ -53,34 +47,34 @@ TimeTerms TermsOfTile(const Instance& instance, const Params& params, int64_t ct
   const auto steps =
       static_cast<double>(instance.block) / static_cast<double>(instance.step_channels());
   // A warp has 32 bytes of the result's channels: two blocks of 8, or one in float32.
-  const double of_one = instance.three_tf32 ? 3 : 1;
   const double products =
-      rows * 9 * steps * of_one * 4 / static_cast<double>(instance.element_bytes);
-  const double box_rows = instance.phases ? rows + 1 : instance.stride * (rows - 1) + 3;
-  // Reads of operands with four wavefronts each; wgrad in float32 has two instructions with two.
-  const double operands = instance.wgrad()
-                              ? 3 * box_rows + rows * static_cast<double>(instance.block) / 16
-                              : steps * (3 * box_rows + 9);
-  const double reads = instance.wgrad() && instance.element_bytes == 4 ? 2 : 1;
-  const double stores = instance.wgrad() ? 0 : instance.phases ? 4 * rows : rows;
+      rows * kTaps * kTaps * steps *
+      static_cast<double>(ProductsOf(instance.three_tf32) * kFloatBytes / instance.element_bytes);
+  const double box_rows = instance.phases ? rows + 1 : instance.stride * (rows - 1) + kTaps;
+  const auto sixteens = static_cast<double>(instance.block / kMmaRows);
+  // Reads of operands with kWavefronts each; wgrad in float32 has two instructions with two.
+  const double operands = instance.wgrad() ? kTaps * box_rows + rows * sixteens
+                                           : steps * (kTaps * box_rows + kTaps * kTaps);
+  const double reads = instance.wgrad() && instance.element_bytes == kFloatBytes ? 2 : 1;
+  const double stores = instance.wgrad() ? 0 : instance.phases ? 2 * 2 * rows : rows;
   double split = 0;
   if (instance.three_tf32 && instance.wgrad()) {
     // 16 channels k of dy have as many words as a fragment of A; a run of products has two rows.
-    const double sixteens = static_cast<double>(instance.block) / 16;
-    split = (3 * box_rows + rows * sixteens) * kSplitA +
-            9 * std::ceil(rows / 2) * 2 * sixteens * kPromoteInstructions;
+    split = (kTaps * box_rows + rows * sixteens) * kSplitInstructions +
+            kTaps * kTaps * std::ceil(rows / 2) * 2 * sixteens * kPromoteInstructions;
   } else if (instance.three_tf32) {
-    split = steps * (3 * box_rows * kSplitA + 9 * kSplitB +
-                     (instance.phases ? 6 : 3) * rows * kPromoteInstructions);
+    split = steps * kTaps *
+            (box_rows * kSplitInstructions + kTaps * kSplitInstructions / 2 +
+             (instance.phases ? 2 : 1) * rows * kPromoteInstructions);
   }
   const double issue =
       (kItemInstructions + products + reads * operands + split + stores * kRowInstructions) *
       kWarps / kSchedulers;
   const double pixels = params.box_pixels + params.tile_pixels;
-  const double shared = pixels + kWarps * 4 * (operands + stores);
+  const double shared = pixels + kWarps * kWavefronts * (operands + stores);
   const double multiply = products * kWarps * kProductsOfMma / gpu.mma_sync_per_clock;
-  const double waits =
-      (instance.wgrad() ? kWgradItemCycles : kItemCycles) / static_cast<double>(ctas_of_sm);
+  // wgrad has no barrier.
+  const double waits = instance.wgrad() ? 0 : kItemCycles / static_cast<double>(ctas_of_sm);
   const double cycles = gpu.sm_count * gpu.cycles_per_us();
   TimeTerms terms;
   terms.tensor_cores = (multiply + waits) / cycles;
@@ -219,7 +213,7 @@ Status MakeRunsPlan(const KernelDesc& kernel, const ConvProblem& problem, const 
   } else {
     JAXCONV_RETURN_IF_ERROR(RequireOneSlice(slices));
     launch->ctas = ShareItems(resident, &params);
-    beside *= static_cast<double>(instance.block) / 16;
+    beside *= static_cast<double>(instance.block) / kMmaRows;
     tiles = static_cast<double>(CeilDiv(params.items, launch->ctas) * resident);
   }
   plan->terms = TermsOfTile(instance, params, ctas_of_sm, gpu);

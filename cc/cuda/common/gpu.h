@@ -22,17 +22,13 @@ struct Gpu {
   double launch_us = 1;
   // Multiply-adds per clock and SM: FP32 FMA; 16-bit operands through mma.sync; 16-bit operands
   // through wgmma (0 if the GPU has none). TF32 operands run at half the rate of 16-bit ones.
-  double fma_per_clock = 128, mma_sync_per_clock = 0, wgmma_per_clock = 0;
+  double fma_per_clock = 0, mma_sync_per_clock = 0, wgmma_per_clock = 0;
   bool measured = false;  // rates measured by this project; otherwise from the data sheet
 
   int compute_capability() const { return cc_major * 10 + cc_minor; }
   double cycles_per_us() const { return clock_ghz * 1e3; }
   double dram_bytes_per_cycle() const { return dram_bytes_per_us / cycles_per_us(); }  // all SMs
 };
-
-// An H200 runs at 1.75 of its 1.97 GHz under the load of kernels on mma.sync
-// (docs/notes/igemm_wmma.md).
-inline constexpr double kMmaSyncClockShare = 0.888325;
 
 // The model of a product ("h200", "a100", ...; see gpu.cc) or of a capability ("sm_90", "sm_90a":
 // its usual data-centre part). Returns false if `target` is neither.

@@ -12,15 +12,16 @@ constexpr int64_t kMaxItems = int64_t{1} << 30;
 constexpr int64_t kMaxWorkspaceBytes = 64'000'000;
 constexpr int64_t kMaxSlices = 1024;
 
-// The number of slices with the least total time of its waves. A larger number must be 5 % faster
-// than a smaller one, because the slices must be summed.
+// The number of slices with the least total time of its waves. A larger number must be faster than
+// a smaller one by this factor, because the slices must be summed.
+constexpr double kFasterBySlices = 0.95;
 int64_t ChooseSlices(int64_t parts, int64_t resident, int64_t most) {
   auto time = [&](int64_t slices) {
     return static_cast<double>(CeilDiv(parts * slices, resident)) / static_cast<double>(slices);
   };
   int64_t best = 1;
   for (int64_t slices = 2; slices <= std::min(most, 2 * CeilDiv(resident, parts)); ++slices) {
-    if (time(slices) < 0.95 * time(best)) best = slices;
+    if (time(slices) < kFasterBySlices * time(best)) best = slices;
   }
   return best;
 }

@@ -70,11 +70,14 @@ using LaunchFunction = Status (*)(const Plan& plan, const Operands& operands, vo
 // The SM cycles that an epilogue adds to a plain kernel for each output, in addition to the traffic
 // of its operands (docs/notes/igemm_wgmma.md).
 struct EpilogueCost {
-  double terms = 0.2;  // scale and bias, and a second result
+  // SM cycles of scale and bias in a loop over outputs. Fitted to fused layers of igemm_wgmma.
+  static constexpr double kLoopCycles = 0.2;
+  double terms = kLoopCycles;  // scale and bias, and a second result
   // The same without a second result and with a clamp as activation (none, relu, relu6).
-  double clamps = 0.2;
-  double residual = 0.06;   // in addition to the terms
-  double activation = 0.3;  // silu; others in proportion (epilogue_cost.cc)
+  double clamps = kLoopCycles;
+  double residual = 0;  // in addition to the terms
+  // The same for silu; others in proportion (epilogue_cost.cc).
+  double activation = kLoopCycles;
   // Scale, bias and silu or hard_swish without a second result or residual, where the form has
   // separate code for them; 0: it has none.
   double swish = 0;

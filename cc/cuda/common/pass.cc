@@ -4,12 +4,11 @@
 #include <cctype>
 #include <sstream>
 
+#include "cuda/common/rates.h"
+
 namespace jaxconv {
 namespace {
 
-// Bytes per clock that one SM reads and writes with its CTAs' loads in flight: 63 GB/s at 1.97 GHz,
-// so half of an H200's SMs reach its DRAM rate.
-constexpr double kSmBytesPerCycle = 32;
 // masked_sums reaches this share of a copy's DRAM rate: 4.0 to 4.2 of 4.3 TB/s on an H200.
 constexpr double kDramShare = 0.95;
 
@@ -86,7 +85,7 @@ double PassMicroseconds(const PassCost& cost, const Gpu& gpu) {
   const double waves = std::max(1.0, ctas / resident);
   const double busy = std::min(sms, ctas / waves);
   const double dram = cost.bytes / (gpu.dram_bytes_per_us * kDramShare);
-  const double loads = cost.bytes / (busy * kSmBytesPerCycle * cycles);
+  const double loads = cost.bytes / (busy * kStoreBytesPerCycle * cycles);
   const double issue = cost.instructions / (busy * gpu.fma_per_clock * cycles);
   return gpu.launch_us + std::max({dram, loads, issue});
 }

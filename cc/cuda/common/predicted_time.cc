@@ -5,6 +5,8 @@
 #include <cstdio>
 #include <iterator>
 
+#include "cuda/common/rates.h"
+
 namespace jaxconv {
 namespace {
 
@@ -39,9 +41,6 @@ constexpr Like kLikes[] = {
 #define LIKE(...) {__VA_ARGS__},
 #include "cuda/calibration/h200.def"
 };
-
-// Fitted with the pointwise layers of igemm_wgmma.
-constexpr double kWrittenExcess = 0.27;
 
 }  // namespace
 

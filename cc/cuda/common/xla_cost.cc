@@ -4,6 +4,7 @@
 #include <cmath>
 
 #include "core/epilogue.h"
+#include "cuda/common/epilogue_cost.h"
 #include "cuda/common/epilogue_params.h"
 #include "cuda/common/rates.h"
 
@@ -35,29 +36,17 @@ double PassMicroseconds(double bytes, const Gpu& gpu) {
 // transposed, takes 1.3 us more than dgrad of the same product.
 constexpr double kPassUs = 1;
 
-// The SM time of an activation of one element in XLA's elementwise kernels, ns. XLA divides exactly,
-// and computes erf by polynomials of which it selects one.
-double ActivationNs(Activation activation) {
-  switch (activation) {
-    case Activation::kSilu:
-    case Activation::kSigmoid:
-    case Activation::kTanh:
-      return 0.14;
-    case Activation::kGeluTanh:
-      return 0.26;
-    case Activation::kGelu:
-      return 0.41;
-    default:
-      return 0;
-  }
-}
+// The SM time of silu of one element in XLA's elementwise kernels, ns, which divide exactly: 0.14
+// to 0.26 of the activations that take as long in ours, gelu 0.41. Measured.
+constexpr double kActivationNs = 0.2;
 
 // What the activation adds to a pass that reads and writes the result: nothing while its bytes take
 // longer.
 double ActivationMicroseconds(const ConvProblem& problem, const Gpu& gpu) {
   const auto outputs = static_cast<double>(problem.y_elements());
   const auto width = static_cast<double>(ByteWidth(problem.output_dtype()));
-  const double computed = outputs / gpu.sm_count * ActivationNs(problem.epilogue.activation) / 1000;
+  const double computed =
+      outputs / gpu.sm_count * ActivationFactor(problem.epilogue.activation) * kActivationNs / 1000;
   return std::max(0.0, computed - PassMicroseconds(2 * width * outputs, gpu));
 }
 
@@ -90,7 +79,8 @@ constexpr double kRank3Passes = 7;
 // on an H200.
 constexpr double kReductionShare = 0.13;
 
-// --- classes ---------------------------------------------------------------------------------------
+// --- classes
+// ---------------------------------------------------------------------------------------
 
 constexpr int64_t kFewest = 4;
 // Not measured: fewer channels, and channels that are no multiple of so many bytes, which separate
@@ -162,7 +152,8 @@ std::string_view OperationsOf(const ConvProblem& problem, std::string_view form)
   return problem.op == Op::kFprop ? "fprop" : "dgrad";
 }
 
-// --- terms -----------------------------------------------------------------------------------------
+// --- terms
+// -----------------------------------------------------------------------------------------
 
 // FLOPs per microsecond of the pipe on which the class's kernels multiply.
 double FlopsPerUs(const XlaTerms& terms, const Gpu& gpu) {
@@ -182,9 +173,9 @@ double FlopsPerUs(const XlaTerms& terms, const Gpu& gpu) {
 // takes 31.
 constexpr double kBetweenTiles = 1.6;
 
-// The outputs of whole tiles, and in dense fprop and dgrad of whole waves of them, relative to those
-// of the matrix product. Wgrad and cuBLAS fill the last wave with slices of the reduction. Smaller
-// tiles waste less and run slower: the square root is between both.
+// The outputs of whole tiles, and in dense fprop and dgrad of whole waves of them, relative to
+// those of the matrix product. Wgrad and cuBLAS fill the last wave with slices of the reduction.
+// Smaller tiles waste less and run slower: the square root is between both.
 double ProductExcess(const ConvProblem& problem, const XlaTerms& terms, const Gpu& gpu) {
   const bool pointwise = terms.form == kPointwise, wgrad = problem.op == Op::kWgrad;
   if (pointwise && !wgrad && terms.operands == k16Bit) return 1;  // cuBLAS has tiles of all widths
@@ -210,12 +201,9 @@ double BlockExcess(const ConvProblem& problem, const XlaTerms& terms, const Gpu&
   return group >= kHopperGroup ? std::sqrt(waste) : waste;
 }
 
-// In matrix products, bytes written beyond the L2 take longer than bytes read, by this share: 64 ->
-// 256 channels on 128x56x56 take 74.0 us, 256 -> 64 take 63.6.
-constexpr double kWrittenExcess = 0.35;
-// Tensors whose pixels are no whole cache lines take longer, by this share, in 16-bit fprop and dgrad
-// of pointwise layers and in depthwise wgrad. Without it the rms error of the logarithm in the former
-// is 0.073 instead of 0.058.
+// Tensors whose pixels are no whole cache lines take longer, by this share, in 16-bit fprop and
+// dgrad of pointwise layers and in depthwise wgrad. Without it the rms error of the logarithm in
+// the former is 0.073 instead of 0.058.
 constexpr double kPartialLineExcess = 0.15;
 
 bool PartialLines(const ConvProblem& problem, const XlaTerms& terms) {
@@ -254,6 +242,7 @@ void AddTerms(const ConvProblem& problem, const Gpu& gpu, XlaTerms* terms) {
     flops *= ProductExcess(problem, *terms, gpu);
   }
   if (pointwise && !wgrad) {
+    // Bytes written beyond the L2 take longer than bytes read.
     const double written = fprop ? y : x;
     bytes += kWrittenExcess * std::max(0.0, written - static_cast<double>(gpu.l2_bytes));
   }
@@ -291,9 +280,9 @@ bool FftTermsOf(const ConvProblem& problem, const Gpu& gpu, XlaTerms* terms) {
     if (padded > tile) return false;
     if (padded <= tile / 2) tile /= 2;
   }
-  // A real tile's spectrum has tile * (tile / 2 + 1) complex numbers, and a complex product with its
-  // addition takes four FMA. Spectra are written and read; x and y change layout, which writes and
-  // reads them once more.
+  // A real tile's spectrum has tile * (tile / 2 + 1) complex numbers, and a complex product with
+  // its addition takes four FMA. Spectra are written and read; x and y change layout, which writes
+  // and reads them once more.
   const auto frequencies = static_cast<double>(tile * (tile / 2 + 1));
   const auto m = static_cast<double>(maps);
   const auto c = static_cast<double>(problem.c), k = static_cast<double>(problem.k);

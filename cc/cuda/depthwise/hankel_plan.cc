@@ -15,16 +15,8 @@ namespace {
 
 constexpr int64_t kWidth = 2;  // bytes of an element
 constexpr int64_t kMostTileRows = 256, kMostStrips = 64;
+constexpr int64_t kWordsOfA = 4, kWordsOfB = 5;  // loads of a fragment of dy, and of a row of x
 constexpr int64_t kMostSlices = 1024, kMostWorkspaceBytes = 64'000'000;
-
-// Cycles of a product, or of the wavefronts of its operands, beyond those at full throughput, beside
-// loads. Assumed.
-constexpr double kMultiplyExcess = 1.6;
-// Sixteen warps hide each other's latencies, fewer leave the SM idle.
-constexpr double kHidingWarps = 16;
-// From the first load of a tile to the first product: DRAM's latency and two barriers.
-constexpr double kCyclesOfItem = 2500;
-constexpr double kInstructionsOfPair = 62;  // of a thread, to load and store two pixels: SASS
 
 // Totals over the tiles of a column of the map, for all parts of the taps.
 struct RowWork {
@@ -32,7 +24,6 @@ struct RowWork {
   double words = 0;     // wavefronts of a warp's loads, in a strip
   double x_rows = 0, dy_rows = 0;
   int64_t most_x_rows = 0;  // of a tile
-  int64_t tiles = 0;
 };
 
 struct Shape {
@@ -68,7 +59,6 @@ RowWork WorkOfRows(const HankelInstance& instance, const HaloParams& params, int
       const int64_t dy_rows = std::min(tile_rows, rows.out - first);
       const int64_t begin = std::max<int64_t>(0, -x_row);
       const int64_t end = std::min(dy_rows + row_taps - 1, x_end - x_row);
-      ++work.tiles;
       if (begin >= end) continue;
       work.x_rows += static_cast<double>(end - begin);
       work.dy_rows += static_cast<double>(dy_rows);
@@ -80,7 +70,8 @@ RowWork WorkOfRows(const HankelInstance& instance, const HaloParams& params, int
       }
       const int64_t blocks =
           end - begin + std::min<int64_t>(8, end - begin) * (instance.row_blocks - 1);
-      work.words += static_cast<double>((end - begin) * 5 * instance.column_blocks + blocks * 4);
+      work.words += static_cast<double>((end - begin) * kWordsOfB * instance.column_blocks +
+                                        blocks * kWordsOfA);
     }
   }
   return work;
@@ -127,17 +118,11 @@ double Cycles(const HankelInstance& instance, const Shape& shape, const HaloPara
   const auto column_parts = static_cast<double>(ColumnParts(instance, params));
   const double on_chip =
       std::max(work.products * kProductsOfMma / gpu.mma_sync_per_clock, work.words);
-  const double busy =
-      std::max(1.0, std::pow(kHidingWarps / static_cast<double>(ctas * kWarps), 0.4));
-  const double multiply = on_chip * strips * kHankelChannels * kMultiplyExcess * busy;
+  const double multiply = on_chip * strips * kHankelChannels;
   const double pixels = work.dy_rows * static_cast<double>(shape.strips * kHankelColumns) +
                         work.x_rows * static_cast<double>(PlaneColumns(instance, shape.strips));
   const double bytes_of_cycle = gpu.dram_bytes_per_cycle() * kL2Rate / gpu.sm_count;
-  const double fill =
-      (std::max(pixels * kSectorBytes / bytes_of_cycle,
-                pixels / (2 * kLanes) * kInstructionsOfPair / kSchedulers) +
-       static_cast<double>(work.tiles) * kCyclesOfItem / static_cast<double>(ctas)) *
-      column_tiles;
+  const double fill = pixels * kSectorBytes / bytes_of_cycle * column_tiles;
   // With several CTAs, one loads while another multiplies.
   const auto apart = static_cast<double>(ctas * ctas);
   return (std::max(fill, multiply) + std::min(fill, multiply) / apart) * column_parts;

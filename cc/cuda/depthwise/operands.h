@@ -11,6 +11,10 @@
 
 namespace jaxconv::depthwise {
 
+// Additional turns of the last CTAs of a resident slot over an even share: they rarely start
+// together.
+inline constexpr double kLastTurn = 0.5;
+
 // Refuses problems that no kernel of the family accepts.
 Status CheckOperands(const KernelDesc& kernel, const ConvProblem& problem);
 

@@ -18,11 +18,10 @@ constexpr int64_t kColumns = 16;    // of a warp
 constexpr int64_t kMostParts = 16;  // of an image's rows
 
 // Scheduler cycles for a product, for a row of pixels apart from its products, and for a CTA's
-// setup; a CTA's cycles until its first row, and for a row that waits for the previous one;
-// additional turns of the last CTAs over an even share. Fitted to 20 times of the kernel
-// (docs/notes/depthwise.md).
+// setup; a CTA's cycles until its first row, and for a row that waits for the previous one. Fitted
+// to 20 times of the kernel (docs/notes/depthwise.md).
 constexpr double kProductCycles = 7.2, kRowCycles = 11, kCtaCycles = 225;
-constexpr double kStartCycles = 4190, kRowLatency = 363, kLastTurn = 0.5;
+constexpr double kStartCycles = 4190, kRowLatency = 363;
 
 Status Check(const KernelDesc& kernel, const PairsInstance& instance, const ConvProblem& problem) {
   JAXCONV_RETURN_IF_ERROR(CheckOperands(kernel, problem));
@@ -74,7 +73,7 @@ TimeTerms TermsOf(const PairsInstance& instance, const ConvProblem& problem, con
                           static_cast<double>(CeilDiv(int64_t{instance.filter_columns}, 2));
   const double work = items * instance.channel_blocks / (kSchedulers * gpu.sm_count) *
                       (products * kProductCycles + pixel_rows * kRowCycles + kCtaCycles);
-  // Consecutive CTAs in a resident slot; the last rarely start together.
+  // Consecutive CTAs in a resident slot.
   const double turns = std::max(1.0, items / places + kLastTurn);
   const double chain = turns * (kStartCycles + pixel_rows * kRowLatency);
   const double waste =

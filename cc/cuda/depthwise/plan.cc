@@ -38,23 +38,25 @@ struct TmaInstance : Instance {
   }
 };
 
-// A warp's issue slots for an item, for 16 bytes of a box and for an output, latencies included, and
-// for an output where TMA copies the boxes. Fitted to 165 times of this family on an H200
-// (docs/notes/depthwise.md).
-constexpr double kItemSlots = 190, kCopySlots = 42, kStoreSlots = 20, kTmaStoreSlots = 5;
+// A warp's issue slots for an item and for 16 bytes of a box, latencies included. Fitted to the
+// times of this family on an H200 (docs/notes/depthwise.md).
+constexpr double kItemSlots = 190, kCopySlots = 42;
+// For the choice of a tile: a pixel of a box that TMA copies, relative to an output, which costs
+// about as much as one that threads copy; and tiles of a single CTA on an SM, whose waits nothing
+// hides.
+constexpr double kTmaPixel = 0.25, kAlone = 1.5;
 
 // The cost of tiles that hold a part of a pixel's channels: memory moves 64 bytes at a time and
-// caches lines of 128, which such tiles share. Shares of the store time and of the load time,
-// measured with 96, 144 and 192 channels.
-constexpr double kSharedStored = 1.1, kUnalignedStored = 2.0;
-constexpr double kSharedRead = 0.2, kUnalignedRead = 0.3;
+// caches lines of 128, which such tiles share. Parts of such lines are stored twice. Shares of the
+// store time where tiles begin elsewhere, and of the load time, measured with 96, 144 and 192
+// channels.
+constexpr double kUnalignedStored = 2, kSharedRead = 0.3;
 struct SharedLines {
   double stored = 0, read = 0;
   SharedLines(int64_t tile_bytes, int64_t pixel_bytes) {
     if (pixel_bytes <= tile_bytes) return;
-    const bool aligned = pixel_bytes % 64 == 0, lines = tile_bytes % 128 == 0;
-    stored = !aligned ? kUnalignedStored : kSharedStored * PartOfLines(tile_bytes, pixel_bytes);
-    read = lines ? 0 : aligned ? kSharedRead : kUnalignedRead;
+    stored = pixel_bytes % 64 == 0 ? PartOfLines(tile_bytes, pixel_bytes) : kUnalignedStored;
+    read = tile_bytes % kLineBytes == 0 ? 0 : kSharedRead;
   }
 
  private:
@@ -158,9 +160,9 @@ Status ShapeTile(const Instance& instance, const ConvProblem& problem, int64_t w
     fewest_bytes = std::min(fewest_bytes, bytes);
     const int64_t ctas = CtasOfSm(instance.ctas_per_sm, bytes, gpu);
     if (ctas == 0) return;
-    // For one image. An output costs about as much as a pixel of the box.
-    const double pixel = instance.tma ? 0.25 : 1;
-    const double work = (ctas == 1 ? 1.5 : 1) * static_cast<double>(rows.tiles.divisor) *
+    // For one image.
+    const double pixel = instance.tma ? kTmaPixel : 1;
+    const double work = (ctas == 1 ? kAlone : 1) * static_cast<double>(rows.tiles.divisor) *
                         columns.tiles.divisor *
                         (pixel * static_cast<double>(rows.box) * columns.box +
                          static_cast<double>(tile_rows * tile_columns));
@@ -191,7 +193,7 @@ double SlotsOfStep(const Instance& instance, const Params& params, int64_t stage
   const bool wgrad = problem.op == Op::kWgrad;
   const auto vec = static_cast<double>(instance.vec);
   const auto outputs = static_cast<double>(instance.rows * instance.strip);
-  const double copied = static_cast<double>(stage_bytes) / (16 * 32 * kWarps);
+  const double copied = static_cast<double>(stage_bytes) / (kChunkBytes * kLanes * kWarps);
   const double item = kItemSlots + (instance.tma ? 0 : copied * kCopySlots);
   if (instance.any()) {
     const double taps = wgrad ? static_cast<double>(instance.filter_columns) : params.axis[2].taps;
@@ -207,8 +209,7 @@ double SlotsOfStep(const Instance& instance, const Params& params, int64_t stage
   const double multiplications =
       outputs * vec * static_cast<double>(instance.filter_rows * instance.filter_columns) /
       static_cast<double>(spread * spread);
-  const double stored = outputs * (instance.tma ? kTmaStoreSlots : kStoreSlots);
-  return item + window * (1 + vec) + multiplications + (wgrad ? 0 : stored);
+  return item + window * (1 + vec) + multiplications;
 }
 
 Status MakePlan(const KernelDesc& kernel, const ConvProblem& problem, const Gpu& gpu,
@@ -304,24 +305,26 @@ using DirectTmaInstance = TmaInstance;
 using WgradInstance = Instance;
 using WgradTmaInstance = TmaInstance;
 
+// Cycles of an output: an epilogue with code of its own, in straight lines; in the loop for all
+// others the activation. Fitted to times of fused layers.
+constexpr double kInsideCycles = 0.06, kActivationCycles = 0.12;
+
 EpilogueCost EpilogueCostOf(const KernelDesc& kernel) {
   EpilogueCost cost;
   cost.of_products = true;
+  cost.activation = kActivationCycles;
   if (kernel.plan == PlanPairs) {
-    cost.terms = 0.26, cost.clamps = 0.06, cost.activation = 0.12, cost.swish = 0.07;
+    cost.clamps = cost.swish = kInsideCycles;
   } else if (kernel.plan == PlanWalk) {
-    // One copy of the code for all epilogues, for which a 5x5 filter leaves few registers.
+    // One copy of the code for all epilogues. A 5x5 filter leaves few registers, so a loop adds to
+    // it.
     const bool small = static_cast<const WalkInstance*>(kernel.instance)->filter_rows == 3;
-    cost.terms = cost.clamps = small ? 0.06 : 0.28;
-    cost.activation = 0.01;
-  } else {
-    const bool direct = kernel.plan == MakePlan;
-    const auto* instance = direct ? static_cast<const Instance*>(kernel.instance) : nullptr;
-    cost.terms = direct && instance->filter_rows == 3 ? 0.2 : 0.4;
-    cost.activation = 0.2;
+    cost.terms = cost.clamps = kInsideCycles + (small ? 0 : EpilogueCost::kLoopCycles);
+    cost.activation = 0;
+  } else if (kernel.plan == MakePlan) {
+    const auto& instance = *static_cast<const Instance*>(kernel.instance);
     // StoreInside is compiled where registers allow it in addition to the other stores.
-    const bool inside = direct && (instance->tma || instance->vec == 1) && !instance->any();
-    cost.clamps = inside ? 0.06 : 0.4;
+    if ((instance.tma || instance.vec == 1) && !instance.any()) cost.clamps = kInsideCycles;
   }
   return cost;
 }

@@ -15,16 +15,10 @@ namespace jaxconv::depthwise {
 namespace {
 
 constexpr int64_t kWidth = 2;  // bytes of an element
-// The share of an SM's four instructions a cycle with sixteen busy warps, relative to the shares that
-// shared memory and mma.sync reach, and its exponent in the number of warps: 65 M instructions took
-// 129 us (7x7, 64x56x56x96); with seven warps 70 M took 181 us (31x31, 16x56x56x128).
-constexpr double kIssueShare = 0.64, kIssueExponent = 0.3;
-// Instructions counted in SASS: to copy 32 lanes' chunks of a box; for a warp, per row of a box and
-// per four matrices of it; per item, and per pixel position that a lane stores.
-constexpr double kFillInstructions = 25, kRowInstructions = 12, kTransposeInstructions = 12;
-constexpr double kItemInstructions = 500, kStoreInstructions = 20;
-constexpr double kCyclesOfPiece = 1500;
 constexpr int64_t kMostPieces = 4;
+constexpr int64_t kMatricesOfLoad = 4;  // of ldmatrix
+// Of a box through shared memory: it is written, read, and written to the planes.
+constexpr int64_t kPasses = 3;
 
 Status Check(const KernelDesc& kernel, const ToeplitzInstance& instance,
              const ConvProblem& problem) {
@@ -83,42 +77,32 @@ int64_t PlaceTile(const ToeplitzInstance& instance, int64_t across, int64_t down
 }
 
 // Cycles of an SM for one depth tap of an item, with `ctas` CTAs on the SM: the busy cycles of its
-// schedulers, shared memory or tensor cores, for the products and for everything else.
+// schedulers, shared memory or tensor cores for the products, and those of copies.
 double CyclesOfItem(const ToeplitzInstance& instance, const Params& params, int64_t ctas,
                     const Gpu& gpu) {
   const int64_t warps =
       int64_t{params.blocks_across} * params.blocks_down * (instance.channels / 8);
   const int64_t resident = warps * ctas;
-  const int matrices = ToeplitzMatrices(instance.blocks, instance.products);
-  const int products = instance.products * ToeplitzInstructions(instance.blocks);
-  const double issue = kSchedulers * kIssueShare *
-                       std::min(1.0, std::pow(static_cast<double>(resident) / 16, kIssueExponent));
+  const int64_t matrices = ToeplitzMatrices(instance.blocks, instance.products);
+  const int64_t products = instance.products * ToeplitzInstructions(instance.blocks);
 
-  const double row_steps = static_cast<double>(warps) * 8 * params.axis[1].taps;
-  // An SM has four schedulers; those with the most warps finish last.
-  const double uneven =
-      static_cast<double>(CeilDiv(resident, 4) * 4) / static_cast<double>(resident);
-  const double tensor = row_steps * products * uneven * kProductsOfMma / gpu.mma_sync_per_clock;
-  const double loads = row_steps * (matrices + instance.blocks);
-  // Products, words of the band and their copies, loads of pixels, addresses.
-  const double multiply =
-      row_steps * static_cast<double>(products + 2 * instance.blocks + CeilDiv(matrices, 4) + 3) /
-      issue;
+  const auto row_steps = static_cast<double>(warps * kMmaColumns * params.axis[1].taps);
+  // The schedulers with the most warps finish last.
+  const double uneven = static_cast<double>(CeilDiv(resident, kSchedulers) * kSchedulers) /
+                        static_cast<double>(resident);
+  const double tensor =
+      row_steps * static_cast<double>(products) * uneven * kProductsOfMma / gpu.mma_sync_per_clock;
+  const double loads = row_steps * static_cast<double>(matrices + instance.blocks);
+  // Products, words of the band and their copies, loads of pixels.
+  const int64_t instructions = products + 2 * instance.blocks + CeilDiv(matrices, kMatricesOfLoad);
+  const double multiply = row_steps * static_cast<double>(instructions) / kSchedulers;
 
-  // The box is written, read, and written to the planes. All parts but the first expose their
-  // latency.
-  const auto pieces = static_cast<double>(CeilDiv(params.axis[1].box, params.stage_rows));
-  const double box_bytes = pieces * params.stage_bytes;
-  const double copies = 3 * box_bytes / kSharedBytesPerCycle;
-  const double other = (box_bytes / 512 * (kFillInstructions + kTransposeInstructions) +
-                        params.axis[1].box * kRowInstructions +
-                        static_cast<double>(warps) * 4 * instance.products * kStoreInstructions +
-                        kWarps * kItemInstructions) /
-                       issue;
-  const double waits = (pieces - 1) * kCyclesOfPiece;
-  if (ctas == 1) return std::max({tensor, loads, multiply}) + std::max(copies, other) + waits;
+  const int64_t pieces = CeilDiv(params.axis[1].box, params.stage_rows);
+  const double copies =
+      static_cast<double>(kPasses * pieces * params.stage_bytes) / kSharedBytesPerCycle;
+  if (ctas == 1) return std::max({tensor, loads, multiply}) + copies;
   // A CTA multiplies while another copies.
-  return std::max({tensor, loads + copies, multiply + other}) + waits;
+  return std::max({tensor, loads + copies, multiply});
 }
 
 // Chooses the tile shape with the fewest cycles. `planes`: images x channel tiles x depths, each

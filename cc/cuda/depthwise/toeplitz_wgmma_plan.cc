@@ -6,6 +6,7 @@
 #include <string>
 
 #include "cuda/common/predicted_time.h"
+#include "cuda/common/rates.h"
 #include "cuda/depthwise/operands.h"
 
 namespace jaxconv::depthwise {
@@ -15,10 +16,11 @@ constexpr int64_t kWidth = 2;  // bytes of an element
 constexpr int64_t kMostBlocks = 8, kMostProducts = 2;
 // Rows y that complete no output.
 constexpr int64_t kIncompleteRows = kBandStep - 1;
-// Fitted to seven times on an H200, for 5 and 3 blocks (docs/notes/depthwise.md). SM cycles for one
-// m64n256k16 (128 at full throughput), for the sums of 32 rows of a channel, for the load and store
-// of a pixel, for a tile.
-constexpr double kProductCycles = 133, kSumCycles = 513, kPixelCycles = 7.6, kTileCycles = 4480;
+// Multiply-adds of one m64n256k16.
+constexpr int64_t kProducts = kWgmmaRows * 256 * kWgmmaReduced;
+// Fitted to seven times on an H200, for 5 and 3 blocks (docs/notes/depthwise.md). SM cycles for the
+// sums of 32 rows of a channel, for the load and store of a pixel, for a tile.
+constexpr double kSumCycles = 513, kPixelCycles = 7.6, kTileCycles = 4480;
 
 Status Check(const KernelDesc& kernel, const ToeplitzWgmmaInstance& instance,
              const ConvProblem& problem, const ToeplitzWgmmaParams& params) {
@@ -102,11 +104,14 @@ int64_t ShapeTile(const ToeplitzWgmmaInstance& instance, int64_t products,
 
 // Cycles of an SM for a tile. The warpgroups share the tensor cores and shared memory, so the times
 // of products and sums add.
-double CyclesOfTile(const ToeplitzWgmmaInstance& instance, const ToeplitzWgmmaParams& params) {
+double CyclesOfTile(const ToeplitzWgmmaInstance& instance, const ToeplitzWgmmaParams& params,
+                    const Gpu& gpu) {
   const Axis &rows = params.axis[1], &columns = params.axis[2];
   const double read = static_cast<double>(std::min(rows.box, rows.in)) * columns.in;
   const double stored = static_cast<double>(rows.tile) * columns.out;
-  const double product = instance.chunks * instance.step_pairs * kProductCycles + kSumCycles;
+  const double product =
+      static_cast<double>(instance.chunks * instance.step_pairs * kProducts) / gpu.wgmma_per_clock +
+      kSumCycles;
   return kTileCycles + kPixelCycles * (read + stored) / 2 +
          static_cast<double>(kBandChannels * params.products) * product;
 }
@@ -134,7 +139,7 @@ Status PlanToeplitzWgmma(const KernelDesc& kernel, const ConvProblem& problem, c
     if (CtasOfSm(1, bytes, gpu) == 0) continue;
     JAXCONV_RETURN_IF_ERROR(CountItems(problem, kBandChannels, &shape));
     const double work = static_cast<double>(CeilDiv(int64_t{shape.items}, gpu.sm_count)) *
-                        CyclesOfTile(instance, shape);
+                        CyclesOfTile(instance, shape, gpu);
     if (work >= cycles) continue;
     cycles = work;
     launch->shared_bytes = bytes;

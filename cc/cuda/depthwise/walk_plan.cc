@@ -5,6 +5,7 @@
 #include <memory>
 #include <string>
 
+#include "cuda/common/rates.h"
 #include "cuda/depthwise/operands.h"
 #include "cuda/depthwise/params.h"
 
@@ -13,16 +14,15 @@ namespace {
 
 constexpr int64_t kMostItems = int64_t{1} << 30;
 
-// A thread's cycles for an item apart from its steps, and for a step; additional turns of the last
-// CTAs over an even share.
-constexpr double kItemCycles = 2000, kStepCycles = 750, kLastTurn = 0.5;
+// A thread's cycles for an item apart from its steps, and for a step.
+constexpr double kItemCycles = 2000, kStepCycles = 750;
 // Scheduler cycles for a warp's multiply-add, including its share of all other instructions.
 constexpr double kTapCycles = 3;
 // Shares of the DRAM rate for fprop, which mostly reads, and dgrad, which mostly writes, with parts
 // of one step; what dgrad loses with each doubling of a part (fprop half as much); the exponent of
 // the power sum that joins copies and instructions; additional launch time in microseconds.
 constexpr double kReadShare = 1.06, kWriteShare = 0.97, kLossOfDoubling = 0.03, kJoin = 4,
-                 kStart = 1.5;
+                 kStart = 4;
 
 Status Check(const KernelDesc& kernel, const WalkInstance& instance, const ConvProblem& problem,
              const Params& params) {
@@ -89,7 +89,7 @@ Status PlanWalk(const KernelDesc& kernel, const ConvProblem& problem, const Gpu&
                       static_cast<double>(spread);
   auto issue = [&](int64_t thread_steps) {
     return static_cast<double>(thread_steps) * taps * kTapCycles /
-           (32 * 4 * static_cast<double>(gpu.sm_count) * gpu.cycles_per_us());
+           (kLanes * kSchedulers * static_cast<double>(gpu.sm_count) * gpu.cycles_per_us());
   };
   // The share of reads in a step's bytes.
   const double read =

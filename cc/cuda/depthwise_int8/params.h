@@ -10,11 +10,11 @@
 namespace jaxconv::depthwise_int8 {
 
 inline constexpr int kThreads = kHaloThreads;
-// Channels of a tile, eight a lane.
-inline constexpr int kChannels = 64;
+// Channels of a tile, and of a lane.
+inline constexpr int kChannels = 64, kLaneChannels = 8;
 // Neighbouring outputs of a lane. Odd, so that the lanes of two strips read different banks.
 inline constexpr int kStrip = 7;
-inline constexpr int kStrips = kThreads / (kChannels / 8);  // of a tile
+inline constexpr int kStrips = kThreads / (kChannels / kLaneChannels);  // of a tile
 
 // Taps of a filter row that a lane holds; rows in shared memory are padded with zeros.
 inline constexpr int kTapsAtATime = 3;

@@ -6,6 +6,7 @@
 #include <string>
 
 #include "cuda/common/instances.h"
+#include "cuda/common/rates.h"
 #include "cuda/depthwise_int8/params.h"
 
 namespace jaxconv::depthwise_int8 {
@@ -20,9 +21,10 @@ struct Instance {
 // Shares of the DRAM rate and of issue slots. MobileNetV2's layers on an H200 take 0.97 to 1.04
 // times the predicted time at stride 1, and 1.2 to 1.42 times at stride 2.
 constexpr double kDramShare = 0.75, kIssueShare = 0.65;
-// A warp's instructions for 16 bytes of a box, for an item, and to requantise 8 channels of an
-// output.
-constexpr double kCopyInstructions = 22, kItemInstructions = 250, kRequantizeInstructions = 70;
+// A warp's instructions for 16 bytes of a box, for an item, to load and widen a lane's channels,
+// and to requantise them.
+constexpr double kCopyInstructions = 22, kItemInstructions = 250;
+constexpr double kLoadInstructions = 9, kRequantizeInstructions = 70;
 // An integer multiply-add takes two issue slots.
 constexpr double kProductSlots = 2;
 
@@ -54,13 +56,13 @@ int64_t StageBytes(const Params& params) {
 // A warp's instructions for an item and one depth tap.
 double Instructions(const Instance& instance, const Params& params) {
   const Axis &rows = params.axis[1], &columns = params.axis[2];
-  const double copies = static_cast<double>(StageBytes(params)) / (16 * kThreads);
+  const double copies = static_cast<double>(StageBytes(params)) / (kChunkBytes * kThreads);
   const double taps = params.row_taps;
   const double steps = taps / kTapsAtATime;
   const auto window = static_cast<double>((kStrip - 1) * columns.stride + kTapsAtATime);
-  // Nine instructions load and widen 8 channels.
-  const double loads = 9 * (taps + (instance.any() ? taps * kStrip : window * steps));
-  const double row = loads + taps * kStrip * 8 * kProductSlots;
+  const double loads =
+      kLoadInstructions * (taps + (instance.any() ? taps * kStrip : window * steps));
+  const double row = loads + taps * kStrip * kLaneChannels * kProductSlots;
   return kItemInstructions + copies * kCopyInstructions + rows.taps * row +
          kStrip * kRequantizeInstructions;
 }
@@ -81,8 +83,8 @@ Status ShapeTile(const Instance& instance, const Gpu& gpu, Params* params, int64
     if (ctas == 0) continue;
     shape.stage_bytes = static_cast<int32_t>(stages / 2);
     shape.taps_offset = static_cast<int32_t>(stages);
-    const double work = (ctas == 1 ? 1.5 : 1) * Instructions(instance, shape) *
-                        static_cast<double>(rows.tiles.divisor) * columns.tiles.divisor;
+    const double work = Instructions(instance, shape) * static_cast<double>(rows.tiles.divisor) *
+                        columns.tiles.divisor;
     if (work >= least) continue;
     least = work;
     best = shape;
@@ -122,9 +124,9 @@ Status MakePlan(const KernelDesc& kernel, const ConvProblem& problem, const Gpu&
   // Whole items on whole SMs.
   const int64_t ctas_of_sm = (launch->ctas + gpu.sm_count - 1) / gpu.sm_count;
   const auto items = static_cast<double>(params.items_of_cta + (params.longer_ctas > 0));
-  const double issue = static_cast<double>(ctas_of_sm) * items * (kThreads / 32) *
+  const double issue = static_cast<double>(ctas_of_sm) * items * (kThreads / kLanes) *
                        Instructions(instance, params) * params.axis[0].taps /
-                       (4 * gpu.cycles_per_us() * kIssueShare);
+                       (kSchedulers * gpu.cycles_per_us() * kIssueShare);
   plan->kernel = &kernel;
   plan->slices = 1;
   plan->microseconds =

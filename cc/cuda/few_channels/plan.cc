@@ -96,6 +96,9 @@ void SpreadPixels(bool wgrad, Tiling* tiling) {
   }
 }
 
+// Elements of x that cost about as much as a pixel of y.
+constexpr double kElementsOfPixel = 16;
+
 // fprop and wgrad: the shape of a tile of `pixels` pixels with the fewest copies in total.
 Status ShapeTile(const ConvProblem& problem, int64_t pixels, bool by_chunks, Tiling* tiling) {
   Params& params = tiling->params;
@@ -111,9 +114,9 @@ Status ShapeTile(const ConvProblem& problem, int64_t pixels, bool by_chunks, Til
     const int64_t down = CeilDiv(params.rows.out, rows);
     const int64_t across = CeilDiv(params.columns.out, columns);
     const int64_t elements = halo_rows * halo_columns * problem.c;
-    // A pixel of y costs about as much as 16 elements of x.
     const double work =
-        static_cast<double>(down * across) * static_cast<double>(elements + pixels * 16);
+        static_cast<double>(down * across) *
+        (static_cast<double>(elements) + static_cast<double>(pixels) * kElementsOfPixel);
     if (work >= least) continue;
     least = work;
     params.log2_across = log2_across;
@@ -465,13 +468,10 @@ Status MakePlan(const KernelDesc& kernel, const ConvProblem& asked, const Gpu& g
   return {};
 }
 
-// SM cycles that scale, bias and a clamp add to an output of the rows forms: they hide behind the
-// next row's loads. Measured on 256 images, 3x3/2 with relu6: 113.4 us, without 110.7.
-constexpr double kRowsClampCycles = 0.008;
-// The same with silu, which nothing hides: 3x3/2, 128 images, 107 us, 51.2 without (hard_swish 78).
-constexpr double kRowsSwishCycles = 0.28;
-// The clamp of other forms with 16-bit results, silu in 16 bits and in float32. Fitted to fused stems.
-constexpr double kClampCycles = 0.06, kSiluCycles = 0.15, kWideSiluCycles = 1;
+// SM cycles of an output: a clamp, silu in float32. Fitted to fused stems. In the rows forms scale,
+// bias and a clamp hide behind the next row's loads: 3x3/2 with relu6 on 256 images takes 113.4 us,
+// without 110.7.
+constexpr double kClampCycles = 0.06, kWideSiluCycles = 1;
 
 PlanFunction PlanOf(const Instance&) { return MakePlan; }
 PlanFunction PlanOf(const RowsInstance&) { return PlanRows; }
@@ -541,9 +541,9 @@ std::vector<KernelDesc> Kernels() {
   for (KernelDesc& kernel : all) {
     EpilogueCost& cost = kernel.epilogue_cost;
     cost.of_products = kernel.plan != PlanRows;
-    cost.activation = kWideSiluCycles;
-    if (ByteWidth(kernel.dtype) == 2) cost.clamps = kClampCycles, cost.activation = kSiluCycles;
-    if (kernel.plan == PlanRows) cost.clamps = kRowsClampCycles, cost.swish = kRowsSwishCycles;
+    cost.clamps = kClampCycles;
+    if (ByteWidth(kernel.dtype) == kFloatBytes) cost.activation = kWideSiluCycles;
+    if (kernel.plan == PlanRows) cost.clamps = 0, cost.swish = EpilogueCost::kLoopCycles;
     if (kernel.plan != MakePlan) continue;
     kernel.three_tf32 = static_cast<const Instance*>(kernel.instance)->three_tf32;
   }

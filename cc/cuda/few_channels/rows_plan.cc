@@ -13,10 +13,9 @@ namespace {
 
 constexpr int64_t kMaxGridY = 65535;
 // Cycles of an SM, chosen to fit the five rows of tests/cc/measured_times.tsv and the samples of
-// docs/notes/few_channels.md. The producers, for a
-// row of x or for a pair; the consumers' store of a row, of which two consumers take one each at a
-// time; the sums of z of a pair of rows, and with columns outside dy, which are set to zero.
-constexpr double kProducerCycles = 600, kStoreCycles = 350;
+// docs/notes/few_channels.md. The producers, for a row of x or for a pair; the sums of z of a pair
+// of rows, and with columns outside dy, which are set to zero.
+constexpr double kProducerCycles = 600;
 constexpr double kSumCycles = 1300, kStripSumCycles = 1700;
 
 int64_t FloorDiv(int64_t a, int64_t b) { return a >= 0 ? a / b : -CeilDiv(-a, b); }
@@ -77,9 +76,8 @@ Status Finish(const ConvProblem& problem, const Gpu& gpu, int64_t parts, TimeTer
 }
 
 // Cycles of wgmma for a product of 64 channels, `columns` pixels and 16 elements.
-double ProductCycles(double columns, const Gpu& gpu) {
-  constexpr double kRows = 64, kReduced = 16;
-  return kRows * columns * kReduced / gpu.wgmma_per_clock;
+double ProductCycles(int64_t columns, const Gpu& gpu) {
+  return static_cast<double>(kWgmmaRows * columns * kWgmmaReduced) / gpu.wgmma_per_clock;
 }
 
 }  // namespace
@@ -175,10 +173,8 @@ Status PlanRows(const KernelDesc& kernel, const ConvProblem& problem, const Gpu&
       int64_t{instance.producers()} * instance.raw_pairs() * 32 * params->raw_chunks;
   const int64_t products = instance.filter_rows * ((instance.filter_columns + 3) / 4);
   TimeTerms of_row;
-  of_row.tensor_cores =
-      static_cast<double>(products) * ProductCycles(static_cast<double>(instance.pixels()), gpu);
+  of_row.tensor_cores = static_cast<double>(products) * ProductCycles(instance.pixels(), gpu);
   of_row.loads = kProducerCycles * static_cast<double>(instance.stride) / 2;
-  of_row.stores = kStoreCycles * static_cast<double>(instance.pixels()) / kRowPixels;
   JAXCONV_RETURN_IF_ERROR(Finish(problem, gpu, parts, of_row, params.get(), plan));
   plan->kernel = &kernel;
   plan->params = std::move(params);
@@ -271,13 +267,13 @@ Status PlanRowWindows(const KernelDesc& kernel, const ConvProblem& problem, cons
       pixels * 128 * instance.gradient_rows * instance.consumers +
       group_bytes * (RowWindowsInstance::kGroups + instance.window_groups() - 1) +
       int64_t{params->raw_group_bytes} * RowWindowsInstance::kRawGroups + kBeyondBytes;
-  // A row of y: its products and a quarter more, or the latency of spreading a group of rows of x,
-  // measured with 64 pixels (docs/notes/few_channels.md).
-  constexpr int64_t kSpreadCycles = 500;
+  // A row of y: its products at this share of the rate, or the latency of spreading a group of rows
+  // of x, measured with 64 pixels (docs/notes/few_channels.md).
+  constexpr double kRowShare = 0.75, kSpreadCycles = 500;
   const int64_t product = std::max(instance.columns() / 2, 16 + instance.columns() / 4);
   TimeTerms of_row;
   of_row.tensor_cores =
-      static_cast<double>(std::max(pixels / 16 * product * 5 / 4 + 100, kSpreadCycles));
+      std::max(static_cast<double>(pixels / kWgmmaReduced * product) / kRowShare, kSpreadCycles);
   JAXCONV_RETURN_IF_ERROR(Finish(problem, gpu, parts, of_row, params.get(), plan));
   if (slices < 0 || slices > params->units) {
     return Status::InvalidArgument("slices: expected 1 to " + std::to_string(params->units) +

@@ -17,8 +17,8 @@ struct Instance {
   int64_t tile_m, tile_n, thread_n, warps_m, warps_n, lanes_m, lanes_n, ctas_per_sm;
   bool vec;
 
-  int64_t warps() const { return warps_m * warps_n; }
   bool wide() const { return thread_n == 16; }
+  int64_t warps() const { return warps_m * warps_n; }
 };
 
 // Partial results of split-K take at most this much workspace.
@@ -28,16 +28,13 @@ constexpr int64_t kMaxSlices = 1024;
 constexpr int64_t kMinBlocksPerSlice = 16;
 constexpr int64_t kMaxCtas = (int64_t{1} << 31) - 1;
 
-// From docs/notes/igemm_simt.md. Scalar fprop with few channels gathers whole lines, because a filter
-// row's taps are contiguous.
+// From docs/notes/igemm_simt.md. Scalar fprop with few channels gathers whole lines, because a
+// filter row's taps are contiguous.
 constexpr int64_t kFewChannels = 4;
-// A warp's load of 32 single elements, in cycles: of pixels that lie apart, and of neighbours. Fitted.
+// A warp's load of 32 single elements, in cycles: of pixels that lie apart, and of neighbours.
+// Fitted.
 constexpr double kApartLoadCycles = 25, kNeighbourLoadCycles = 13;
 // From L2, bytes a cycle and SM (igemm_wmma measures the same).
-// A CTA's first loads and its stores leave the FMA units idle for about as long as its outputs take
-// at this rate, times the share that the form reaches: 12 bytes a cycle (measured on CTAs of 8
-// k-blocks).
-constexpr double kEdgeBytesPerCycle = 17;
 
 int64_t WorkspaceBytes(const ConvProblem& problem, int64_t slices) {
   return slices > 1 ? slices * problem.w_elements() * int64_t{sizeof(float)} : 0;
@@ -73,14 +70,17 @@ int64_t GatherBlocks(const Instance& instance, const ConvProblem& problem,
 
 // The FMA rate of an SM with only `ctas` CTAs, relative to a full SM. The busiest of the four
 // schedulers, with ceil(warps / 4) warps, limits the throughput. Measured on last waves of one and
-// two CTAs: one warp alone hides none of its own latencies (0.5), two 8x8 warps nearly all (0.88),
-// two 8x16 warps all.
+// two CTAs: one warp alone hides none of its own latencies, two 8x8 warps nearly all, two 8x16
+// warps all.
+constexpr double kOneWarpRate = 0.5, kTwoWarpsRate = 0.88;
 double RateOfCtas(const Instance& instance, int64_t ctas) {
   if (ctas >= instance.ctas_per_sm) return 1;
   const int64_t warps = ctas * instance.warps();
-  const int64_t deepest = CeilDiv(warps, 4);
-  const double rate = deepest == 1 ? 0.5 : deepest == 2 && !instance.wide() ? 0.88 : 1.0;
-  return rate * warps / (4 * deepest);
+  const int64_t deepest = CeilDiv(warps, kSchedulers);
+  const double rate = deepest == 1                       ? kOneWarpRate
+                      : deepest == 2 && !instance.wide() ? kTwoWarpsRate
+                                                         : 1;
+  return rate * static_cast<double>(warps) / static_cast<double>(kSchedulers * deepest);
 }
 
 // `ctas` CTAs of `blocks` k-blocks each. The busiest SM runs ceil(ctas / SMs) of them, as many at a
@@ -89,8 +89,10 @@ TimeTerms TermsOf(const Instance& instance, const ConvProblem& problem, const Gp
                   int64_t ctas, int64_t blocks, int64_t slices) {
   const auto outputs = static_cast<double>(instance.tile_m * instance.tile_n);
   const auto loaded = static_cast<double>((instance.tile_m + instance.tile_n) * kTileK);
+  // A CTA's first loads and its stores leave the FMA units idle, each for about as long as its
+  // outputs take to store.
   const double fma = static_cast<double>(blocks) * outputs * kTileK / gpu.fma_per_clock +
-                     outputs * 4 / kEdgeBytesPerCycle;
+                     2 * outputs * kFloatBytes / kStoreBytesPerCycle;
   const bool neighbours =
       problem.op == Op::kWgrad ||
       (problem.op == Op::kFprop && problem.groups == 1 && problem.c <= kFewChannels);

@@ -12,36 +12,28 @@ namespace {
 // Cycles are those of an SM. Sources: docs/notes/igemm_wgmma.md, or the times of
 // tests/cc/measured_times.tsv ("fitted").
 
-// TMA, for a row of a box (128 bytes of shared memory), by the alignment of the rows' pitch in
-// global memory: lines, sectors, less. Measured.
-constexpr double kRowCycles = 2.2, kSectorRowCycles = 3.2, kUnalignedRowCycles = 3.7;
-// The same for rows that several CTAs read at about the same time: those of the filter, and those of
-// activations that tiles of several columns share. Fitted.
+// TMA, for a row of a box (128 bytes of shared memory) that is one line of global memory, and for
+// one that lies in two lines. Measured.
+constexpr double kRowCycles = 2.2, kSplitRowCycles = 3.3;
+// The same for rows that several CTAs read at about the same time: those of the filter, and those
+// of activations that tiles of several columns share. Fitted.
 constexpr double kSharedRowShare = 0.75;
 // The same for filters of few rows, relative to those of many: all SMs queue for the same lines of
 // L2. Rows of 128 bytes at which the cost doubles. Measured: 144 to 24 channels on 256 images of
 // 56x56 take 208 us by tiles of 128 columns, whose rows and bytes alone would take 75.
 constexpr double kFewRows = 215;
-// The producer thread, for a copy beside the first of a k-block; in TF32 wgrad without taps. Fitted.
+// The producer thread, for a copy beside the first of a k-block; in TF32 wgrad without taps.
+// Fitted.
 constexpr double kCopyCycles = 180, kMatrixCopyCycles = 120;
 // Between two tiles of a CTA: decoding the tile, filling the first registers. Fitted.
 constexpr double kTileCycles = 300;
-// Registers to global memory through shared memory, bytes a cycle; a pingpong CTA has two consumers
-// that store at a time. Fitted.
-constexpr double kStoreBytesPerCycle = 32;
-// The second kernel of split-K, bytes a cycle and SM. Fitted.
-constexpr double kReduceBytesPerCycle = 15;
 // Tensor-core time of tiles of 64 columns, which read a row of A for only 64 products. Fitted. By
 // mma.sync their warps have 32x32 results and read twice as much for a product as warps of 64x64:
 // under taps, and without any.
-constexpr double kNarrowColumns = 64, kNarrowExcess = 1.2;
+constexpr double kNarrowExcess = 1.2;
 constexpr double kNarrowMmaSyncExcess = 2.2, kNarrowMatrixExcess = 1.4;
-// DRAM time of bytes beyond their number, also beside WrittenExcess: those of lines that two rows of
-// results share; those written sector by sector, where rows begin inside a line and where they do
-// not. Fitted.
-constexpr double kSharedLineExcess = 0.8;
-constexpr double kSectorExcess = 0.9, kAlignedSectorExcess = 0.2;
-// DRAM time relative to static scheduling: with dynamic scheduling no SM waits for another. Measured.
+// DRAM time relative to static scheduling: with dynamic scheduling no SM waits for another.
+// Measured.
 constexpr double kDynamicShare = 0.94;
 
 // Clusters, for each CTA on an SM: the latency of a load divided by the stages of the ring; the
@@ -56,11 +48,7 @@ constexpr double kClusterLaunchUs = -0.8;
 // Clusters of more than two CTAs fit on about 112 of 132 SMs, as a cluster lies within one GPC.
 constexpr double kClusterSmShare = 0.85;
 
-double RowCycles(int64_t pitch) {
-  return pitch % kLineBytes == 0     ? kRowCycles
-         : pitch % kSectorBytes == 0 ? kSectorRowCycles
-                                     : kUnalignedRowCycles;
-}
+double RowCycles(int64_t pitch) { return pitch % kLineBytes == 0 ? kRowCycles : kSplitRowCycles; }
 
 // Bytes of a problem, as the kernel moves them.
 struct Traffic {
@@ -131,24 +119,26 @@ TimeTerms TermsOf(const Instance& instance, const ConvProblem& problem, const Ge
   const int64_t n_tiles = params.n_tiles.divisor;
   const auto tile_m = static_cast<double>(instance.tile_m);
   const auto tile_n = static_cast<double>(instance.tile_n);
-  const auto columns =
-      static_cast<double>(std::min(instance.tile_n, CeilDiv(params.gemm_n, 64) * 64));
+  // Boxes have a wgmma block of 64 columns, as many as it has rows.
+  const auto boxes = static_cast<double>(
+      std::min(instance.tile_n / kWgmmaRows, CeilDiv(params.gemm_n, kWgmmaRows)));
+  const auto columns = boxes * kWgmmaRows;
   // With a stationary filter a CTA processes one range of columns.
   const int64_t ranges = stationary ? n_tiles : 1;
   const int64_t ctas = std::max<int64_t>(1, gpu.sm_count / ranges) * ranges;
   const auto waves = static_cast<double>(CeilDiv(geometry.tiles * slices, ctas));
   const double parts = waves * Parts(geometry, slices);
   // That store a tile at a time: pingpong consumers do so in turns.
-  const double consumers = pingpong ? 1 : tile_m == 192 ? 3 : 2;
+  const int64_t consumers = pingpong ? 1 : instance.tile_m == 3 * kWgmmaRows ? 3 : 2;
   const double filters = SplitsFilter(instance, problem) ? 2 : 1;
 
   // Of 128 bytes of the reduction. A TF32 part holds half as many channels, at half the throughput.
   // wgmma computes all columns of the tile, those outside the output included.
-  const int reduced = instance.Is(kC48) ? 48 : 64;
+  const int64_t reduced = instance.Is(kC48) ? kC48Channels : KBlockElements(DType::kBF16);
   const double rate = instance.Is(kMmaSync) ? gpu.mma_sync_per_clock : gpu.wgmma_per_clock;
-  const bool narrow = tile_n == kNarrowColumns && !instance.Is(kSwapAb) && !wgrad_filter_row;
+  const bool narrow = instance.tile_n == kWgmmaRows && !instance.Is(kSwapAb) && !wgrad_filter_row;
   const double products =
-      tile_m * tile_n * reduced * (instance.Is(kThreeTf32) ? 3 : 1) / rate *
+      tile_m * tile_n * static_cast<double>(reduced * ProductsOf(instance.Is(kThreeTf32))) / rate *
       (!narrow                 ? 1
        : instance.Is(kMmaSync) ? (params.rank == 0 ? kNarrowMatrixExcess : kNarrowMmaSyncExcess)
                                : kNarrowExcess);
@@ -165,9 +155,9 @@ TimeTerms TermsOf(const Instance& instance, const ConvProblem& problem, const Ge
   // every 32); wgrad also loads one box of x for every channel block of the tile, or in TF32 all
   // blocks of a 1x1 layer by one copy (LoadsAllRows in wgrad_boxes_sm90.cuh).
   double copies = stationary                 ? 0
-                  : wgrad_filter_row && tf32 ? columns / 32
+                  : wgrad_filter_row && tf32 ? 2 * boxes
                   : wgrad && tf32            ? 1
-                                             : filters * columns / 64;
+                                             : filters * boxes;
   if (wgrad && (tf32 || !wgrad_filter_row)) {
     const int64_t block = KBlockElements(problem.lhs_dtype());
     const bool all_rows = tf32 && params.rank == 0 && params.row_channels % block == 0;
@@ -178,10 +168,12 @@ TimeTerms TermsOf(const Instance& instance, const ConvProblem& problem, const Ge
   const double finished =
       work.clamps ? tile_n : static_cast<double>(params.gemm_n) / static_cast<double>(n_tiles);
   // A single column tile stores only the columns that exist.
-  const double out_bytes = split ? 4 : static_cast<double>(ByteWidth(problem.output_dtype()));
-  const double store = tile_m * (n_tiles == 1 ? static_cast<double>(params.gemm_n) : columns) *
-                           out_bytes / kStoreBytesPerCycle +
-                       (split ? 0 : tile_m * finished * work.epilogue_cycles / consumers);
+  const auto out_bytes =
+      static_cast<double>(split ? kFloatBytes : ByteWidth(problem.output_dtype()));
+  const double store =
+      tile_m * (n_tiles == 1 ? static_cast<double>(params.gemm_n) : columns) * out_bytes /
+          kStoreBytesPerCycle +
+      (split ? 0 : tile_m * finished * work.epilogue_cycles / static_cast<double>(consumers));
   // Except in pingpong forms the tensor cores wait for the store of each tile.
   const double multiply = pingpong ? PingpongCycles(waves, parts / waves * tensor, store)
                                    : parts * tensor + (waves - 1) * store;
@@ -190,13 +182,14 @@ TimeTerms TermsOf(const Instance& instance, const ConvProblem& problem, const Ge
   const bool inside_lines = params.residue_classes > 1 ||
                             (traffic.pitch_out > kLineBytes && traffic.pitch_out % kLineBytes != 0);
   double written = WrittenExcess(traffic.written, gpu);
+  // Lines that two rows of results share are written twice, and so are those written by sectors
+  // where rows begin inside a line.
   if (inside_lines && !wgrad) {
-    written +=
-        traffic.written * kSharedLineExcess * kLineBytes / static_cast<double>(traffic.pitch_out);
+    written += traffic.written * kLineBytes / static_cast<double>(traffic.pitch_out);
   }
   if (tf32 && pingpong) {
     written += static_cast<double>(geometry.launch.output_elements) * out_bytes *
-               (inside_lines ? kSectorExcess : kAlignedSectorExcess);
+               (inside_lines ? 1 : kWrittenExcess);
   }
 
   TimeTerms terms;
@@ -207,7 +200,7 @@ TimeTerms TermsOf(const Instance& instance, const ConvProblem& problem, const Ge
                gpu.dram_bytes_per_us * (work.dynamic ? kDynamicShare : 1);
   terms.launch = gpu.launch_us + store / gpu.cycles_per_us();
   if (split) {
-    terms.launch += gpu.launch_us + static_cast<double>(partial_bytes) / kReduceBytesPerCycle /
+    terms.launch += gpu.launch_us + static_cast<double>(partial_bytes) / kPartialBytesPerCycle /
                                         gpu.sm_count / gpu.cycles_per_us();
   }
   if (TransposesFilter(problem) || filters > 1) {

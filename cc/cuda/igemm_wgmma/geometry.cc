@@ -318,7 +318,7 @@ Status MakeGeometry(const Instance& instance, const ConvProblem& problem, Geomet
                                  std::to_string(gemm.phases) +
                                  " stride residue classes, expected one of each");
   }
-  if (instance.Is(kC48) && gemm.reduce_channels > 48) {
+  if (instance.Is(kC48) && gemm.reduce_channels > kC48Channels) {
     return Status::Unimplemented("expected at most 48 channels in the reduction, got " +
                                  std::to_string(gemm.reduce_channels));
   }

@@ -34,6 +34,8 @@ struct Instance {
   bool WeightStationary() const { return stationary_k_blocks > 0; }
 };
 
+inline constexpr int64_t kC48Channels = 48;  // of kC48, at most
+
 // Channels of a k-block, 128 bytes; wgrad: output pixels.
 inline int64_t KBlockElements(DType dtype) { return 128 / ByteWidth(dtype); }
 // Pixels of a k-block of wgrad filter-row.

@@ -31,13 +31,12 @@ constexpr int64_t kDynamicTileBytes = 32 * 1024;
 // Consumer warpgroups of a pingpong CTA.
 constexpr int64_t kConsumers = 2;
 
-// Cycles of a consumer for the statistics of an output, without the merging kernel. Pixels as
-// rows: reductions of at least kLongSum, which hide the store, and shorter ones; weight-stationary.
-// Swap-AB: pointwise, stored by TMA, and the others. Fitted to few times; the pointwise one scaled.
+// Cycles of a consumer for the statistics of an output, without the merging kernel: where the form
+// hides a part of them, and elsewhere. Hidden are those of reductions of at least kLongSum, of
+// weight-stationary forms, and of pointwise swap-AB, which TMA stores. In other swap-AB forms they
+// take as long as a loop over the outputs. Fitted to few times.
 constexpr int64_t kLongSum = 1024;
-constexpr double kLongSumStatistics = 0.07, kShortSumStatistics = 0.26;
-constexpr double kStationaryStatistics = 0.1;
-constexpr double kPointwiseSwapAbStatistics = 0.1, kSwapAbStatistics = 0.2;
+constexpr double kHiddenStatistics = 0.1, kStatistics = 0.26;
 
 // The line of each form of kernels.def, from its arguments. Those of the pipeline (stages, staging,
 // filter slots) matter to the device kernel alone.
@@ -123,11 +122,11 @@ bool HasStatistics(const KernelDesc& kernel) {
 
 double StatisticsCycles(const Instance& instance, const ConvProblem& problem) {
   if (instance.Is(kSwapAb)) {
-    return instance.Is(kPointwise) ? kPointwiseSwapAbStatistics : kSwapAbStatistics;
+    return instance.Is(kPointwise) ? kHiddenStatistics : EpilogueCost::kLoopCycles;
   }
-  if (instance.WeightStationary()) return kStationaryStatistics;
-  return problem.taps() * problem.c_per_group() >= kLongSum ? kLongSumStatistics
-                                                            : kShortSumStatistics;
+  const bool hidden =
+      instance.WeightStationary() || problem.taps() * problem.c_per_group() >= kLongSum;
+  return hidden ? kHiddenStatistics : kStatistics;
 }
 
 int64_t PartialBytes(const Instance& instance, const Geometry& geometry, int64_t slices) {
@@ -301,15 +300,14 @@ Status PlanIgemmWgmma(const KernelDesc& kernel, const ConvProblem& asked, const 
   return {};
 }
 
-// Cycles of a consumer for an output. Scale, bias and a clamp: on the fragments of 16-bit results, the
-// same behind slots (slot_store_sm90.cuh), and of float32 results. The loop of other activations over
-// 16-bit results; silu in it, and in float32. A residual, whose latency is exposed but behind slots.
-// Silu takes twice as much where nothing hides it: 192 accumulators leave few registers, and with a
-// stationary filter the main loop is too short. So does a residual with 192 accumulators, which leave
-// no registers to load ahead, and in swap-AB, whose warps synchronise twice for 32 pixels. Fitted to
-// 300 times of fused layers; silu measured.
+// Cycles of a consumer for an output. Scale, bias and a clamp: on the fragments of 16-bit results,
+// the same behind slots (slot_store_sm90.cuh), and of float32 results. Other activations of 16-bit
+// results take a loop (kLoopCycles), and silu in it as long again. A residual, whose latency is
+// exposed but behind slots. Silu takes twice as much in float32 and where nothing hides it: 192
+// accumulators leave few registers, and with a stationary filter the main loop is too short. So
+// does a residual with 192 accumulators, which leave no registers to load ahead, and in swap-AB,
+// whose warps synchronise twice for 32 pixels. Fitted to 300 times of fused layers.
 constexpr double kClampCycles = 0.14, kSlotClampCycles = 0.09, kWideCycles = 0.48;
-constexpr double kLoopCycles = 0.2, kSiluCycles = 0.18, kWideSiluCycles = 0.4;
 constexpr double kResidualCycles = 0.3;
 
 EpilogueCost EpilogueCostOf(const KernelDesc& kernel) {
@@ -321,8 +319,8 @@ EpilogueCost EpilogueCostOf(const KernelDesc& kernel) {
   const bool full = !wide && instance.tile_m == 192;
   const bool exposed = full || (slots && instance.WeightStationary());
   cost.clamps = wide ? kWideCycles : slots ? kSlotClampCycles : kClampCycles;
-  cost.terms = wide ? kWideCycles : kLoopCycles;
-  cost.activation = wide ? kWideSiluCycles : kSiluCycles * (exposed ? 2 : 1);
+  if (wide) cost.terms = kWideCycles;
+  cost.activation = EpilogueCost::kLoopCycles * (wide || exposed ? 2 : 1);
   cost.residual = slots ? 0 : kResidualCycles * (full || instance.Is(kSwapAb) ? 2 : 1);
   return cost;
 }

@@ -82,8 +82,8 @@ int64_t ShapeTile(const ConvProblem& problem, int64_t tile_rows, Params* params)
   return kTermsBytes + 2 * halo_rows * CeilDiv(pixels, kCopyPixels) * 16;
 }
 
-// Issue slots, counted in the compiled code: of a row of taps (loads, their addresses, products), of
-// a block, an output and a copy.
+// Issue slots, counted in the compiled code: of a row of taps (loads, their addresses, products),
+// of a block, an output and a copy.
 TimeTerms TermsOf(const Instance& instance, const ConvProblem& problem, const Gpu& gpu,
                   const Params& params, int64_t ctas_of_sm, int64_t ctas) {
   const double taps_slots = instance.stride > 0 ? 9 : 13;  // loads, their addresses, products
@@ -94,9 +94,10 @@ TimeTerms TermsOf(const Instance& instance, const ConvProblem& problem, const Gp
   const double copies = static_cast<double>(params.halo_rows) *
                         static_cast<double>(CeilDiv(params.halo_copies, kLanes)) *
                         (params.vector ? 1 : kCopyPixels);
-  const double slots = blocks * (static_cast<double>(instance.rows) * taps_slots + kBlockSlots +
-                                 16 * (kOutputSlots + Int8OutputBytes(problem))) +
-                       copies * kCopySlots;
+  const double slots =
+      blocks * (static_cast<double>(instance.rows) * taps_slots + kBlockSlots +
+                kBlockPixels * kChannels / kLanes * (kOutputSlots + Int8OutputBytes(problem))) +
+      copies * kCopySlots;
   const double issue = slots / kSchedulers;
   const double rounds = static_cast<double>(CeilDiv(params.tiles, ctas));
   const double resident = static_cast<double>(CeilDiv(ctas, gpu.sm_count));

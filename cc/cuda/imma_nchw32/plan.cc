@@ -1,6 +1,7 @@
 #include "cuda/imma_nchw32/plan.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstdlib>
 #include <memory>
 #include <string>
@@ -144,15 +145,12 @@ void DescribeReduction(const ConvProblem& problem, bool few, int64_t tile_k, Par
 }
 
 // The slowest of three resources times the waves, plus the epilogue of every CTA. Fitted to 184
-// times of 28 problems on an H200: the choices are 2 % slower on average than the best tile, 15 %
+// times of 28 problems on an H200: the choices are 1.4 % slower on average than the best tile, 13 %
 // at most.
-double Microseconds(const Instance& instance, const ConvProblem& problem, const Gpu& gpu,
-                    int64_t ctas, int64_t k_blocks) {
-  constexpr double kDramShare = 0.85;
-  // SM cycles for an output, and for each byte of it that is written or read.
-  constexpr double kOutputCycles = 0.0106;
-  constexpr double kOutputByteCycles = 0.183;
-  constexpr double kCopyCycles = 0.36;  // for 4 bytes
+TimeTerms TermsOf(const Instance& instance, const ConvProblem& problem, const Gpu& gpu,
+                  int64_t ctas, int64_t k_blocks) {
+  // SM cycles for each byte of an output that is written or read, and for a copy of x of 4 bytes.
+  constexpr double kOutputByteCycles = 0.2, kCopyCycles = 0.36;
   const int64_t resident =
       std::min(instance.ctas_per_sm, (gpu.smem_per_block_optin + kReservedBytesOfCta) /
                                          (instance.shared_bytes() + kReservedBytesOfCta));
@@ -165,21 +163,24 @@ double Microseconds(const Instance& instance, const ConvProblem& problem, const 
       static_cast<double>(instance.tile_m * instance.warps_n + instance.tile_n * instance.warps_m) *
       tile_k;
   const double shared = (fill + fragments) / kSharedBytesPerCycle;
-  const double copies =
-      instance.few() ? static_cast<double>(instance.tile_m) * tile_k / 4 * kCopyCycles : 0;
+  const double copies = instance.few() ? static_cast<double>(instance.tile_m) * tile_k /
+                                             static_cast<double>(instance.copy) * kCopyCycles
+                                       : 0;
   const double block = std::max({tensor, shared, copies}) / instance.share;
   const double cta = static_cast<double>(k_blocks) * block;
-  const double edge = outputs * (kOutputCycles + Int8OutputBytes(problem) * kOutputByteCycles);
+  const double edge = outputs * Int8OutputBytes(problem) * kOutputByteCycles;
   const int64_t per_sm = CeilDiv(ctas, gpu.sm_count);
   const int64_t last = per_sm % resident;
-  // An SM with fewer CTAs than fit: too few warps hide each other's waits.
-  const double last_share = static_cast<double>(last) / static_cast<double>(resident);
-  const double last_rate = last_share <= 0.25 ? 0.44 : last_share <= 0.5 ? 0.65 : 1.0;
-  const double cycles = static_cast<double>(per_sm) * edge +
-                        static_cast<double>(per_sm - last) * cta +
-                        static_cast<double>(last) * cta / last_rate;
-  return gpu.launch_us + std::max(cycles / (gpu.cycles_per_us() * kMmaSyncClockShare),
-                                  Int8Bytes(problem) / (gpu.dram_bytes_per_us * kDramShare));
+  // The last CTAs are too few to hide each other's waits: their throughput is the square root of
+  // their share of a full SM, as in igemm_wmma.
+  const double cycles =
+      static_cast<double>(per_sm) * edge +
+      (static_cast<double>(per_sm - last) + std::sqrt(static_cast<double>(last * resident))) * cta;
+  TimeTerms terms;
+  terms.tensor_cores = cycles / gpu.cycles_per_us();
+  terms.dram = Int8Bytes(problem) / gpu.dram_bytes_per_us;
+  terms.launch = gpu.launch_us;
+  return terms;
 }
 
 Status MakePlan(const KernelDesc& kernel, const ConvProblem& problem, const Gpu& gpu,
@@ -206,7 +207,8 @@ Status MakePlan(const KernelDesc& kernel, const ConvProblem& problem, const Gpu&
   plan->kernel = &kernel;
   plan->slices = 1;
   plan->workspace_bytes = 0;
-  plan->microseconds = Microseconds(instance, problem, gpu, launch->ctas, params.k_blocks);
+  plan->terms = TermsOf(instance, problem, gpu, launch->ctas, params.k_blocks);
+  plan->microseconds = PredictedMicroseconds(plan->terms, plan->form);
   plan->params = std::move(launch);
   return {};
 }

@@ -12,6 +12,9 @@
 namespace jaxconv::imma_wgmma {
 namespace {
 
+constexpr int64_t kBlockRows = 64;  // of one wgmma
+constexpr int64_t kConsumers = 2, kConsumerThreads = 128;
+
 // What the plan knows of a line of kernels.def.
 struct Instance {
   int64_t tile_m, tile_n;
@@ -173,109 +176,86 @@ Status MakeUnits(const Instance& instance, const ConvProblem& problem, Params* p
 // The predicted time on the GPU's model. A k-block passes through the tensor cores, through shared
 // memory and, row by row of its boxes, through TMA; the slowest of the three limits the throughput.
 // The epilogue adds to it, but in pingpong one consumer stores while the other multiplies. Fitted
-// to 785 times of 81 problems on an H200 (docs/notes/imma_wgmma.md): the choices are 0.5 % slower
-// on average than the best tile, 7 % at most. The terms are correlated: only their sum predicts a
-// time.
-constexpr double kInt8Rate = 2;        // multiply-adds for one of 16-bit operands
-constexpr double kWgmmaShare = 0.798;  // of the rate
-// TMA cycles for a row of a box of activations, by its bytes; for a row of the filter.
-constexpr double kRow128Cycles = 2.53, kRow64Cycles = 2.65, kRow32Cycles = 0.8;
-// For each run of neighbouring pixels in a box of 32-byte rows; row and run both count for pixels
-// that lie apart.
-constexpr double kRun32Cycles = 7.17;
-constexpr double kStridedRow32Cycles = 1.51, kStridedRun32Cycles = 1.99;
-constexpr double kFilterRowCycles = 1.8;
-constexpr double kKBlockCycles = 2.2;                             // added by every k-block
-constexpr double kReuseCycles = 21.5, kSwapAbReuseCycles = 12.4;  // and with filter-row reuse
-constexpr double kStationaryShare = 0.972;                        // factor on such a k-block's
-                                                                  // cycles
-constexpr double kPingpongTileCycles = 879, kCooperativeTileCycles = 65.2;
-constexpr double kSwapAbPingpongTileCycles = 503, kSwapAbCooperativeTileCycles = 707;
-// A thread's cycles for an output; the additional cycles of a residual, of a wider output, and of
-// stores of 32 bytes (nhwc; swapped: 64); the cycles for the scales and biases of 32 channels.
-constexpr double kPingpongOutputCycles = 16.5, kCooperativeOutputCycles = 18.1;
-constexpr double kPingpongResidualExcess = 1.28, kCooperativeResidualExcess = 1.02;
-constexpr double kByteExcess = 0.25, kNhwcExcess = 0.476;
-constexpr double kSwapAbPingpongOutputCycles = 15.1, kSwapAbCooperativeOutputCycles = 16.7;
-constexpr double kSwapAbNhwcExcess = 0.521;
-constexpr double kTermsCycles = 112;
-constexpr double kStartCycles = 295;
-constexpr double kDramSlower = 1.09;
-constexpr double kExposed = 0.0032;  // share of the shorter of SM and DRAM time
+// to the times of tests/cc/measured_candidates.tsv (docs/notes/imma_wgmma.md).
+constexpr double kInt8Rate = 2;      // multiply-adds for one of 16-bit operands
+constexpr double kWgmmaShare = 0.8;  // of the rate
+// TMA cycles for a row of a box of activations: of 64 or 128 bytes, which one L2 line holds, of 32
+// bytes in interleaved boxes, and of these where pixels lie apart.
+constexpr double kRowCycles = 2.82, kRow32Cycles = 1, kStridedRow32Cycles = 2;
+// For each run of neighbouring pixels in a box of 32-byte rows.
+constexpr double kRun32Cycles = 1.45;
+constexpr double kFilterRowCycles = 2;  // for a row of the filter
+// A k-block of filter-row reuse, unless the filter is stationary.
+constexpr double kReuseCycles = 13;
+// Between two tiles; in cooperative forms with pixels as rows the outputs hide it.
+constexpr double kTileCycles = 355;
+// A thread's cycles for an output; what it takes longer in nhwc, whose stores have the channels of
+// a tile instead of whole blocks; the cycles for the scales and biases of 32 channels.
+constexpr double kOutputCycles = 14.4, kNhwcExcess = 0.5, kTermsCycles = 148;
 
 // TMA cycles for a row of 32 bytes. A run ends with a row of the output, except in pointwise
 // layers.
 double Row32Cycles(const ConvProblem& problem) {
-  const auto width = static_cast<double>(problem.out[2]);
-  if (problem.stride[2] > 1) return kStridedRow32Cycles + kStridedRun32Cycles / width;
-  return kRow32Cycles + (problem.taps() == 1 ? 0 : kRun32Cycles / width);
+  if (problem.stride[2] > 1) return kStridedRow32Cycles;
+  return kRow32Cycles +
+         (problem.taps() == 1 ? 0 : kRun32Cycles / static_cast<double>(problem.out[2]));
 }
 
 // Cycles of a k-block in the mainloop.
 double KBlockCycles(const Instance& instance, const ConvProblem& problem, const Params& params,
                     const Gpu& gpu) {
   const double m = static_cast<double>(instance.tile_m), n = static_cast<double>(instance.tile_n);
+  const bool stationary = instance.stationary_k_blocks > 0;
   // The copies of a tap's partial last unit are whole.
   const double whole = params.unit_bytes == kKBlockBytes
                            ? static_cast<double>(params.channel_units * kKBlockBytes) /
                                  static_cast<double>(problem.c_per_group())
                            : 1;
   const double pixels = whole * (m + (instance.filter_row ? kMaxSpan : 0)) / params.row_taps;
-  const double filter_rows = instance.stationary_k_blocks > 0 ? 0 : whole * n;
+  const double filter_rows = stationary ? 0 : whole * n;
   const double tensor = m * n * kKBlockBytes / (kWgmmaShare * kInt8Rate * gpu.wgmma_per_clock);
-  // For each 64 rows (pixels; swapped: channels), the rows and all columns are read.
-  const double reads = instance.swap_ab ? n / 64 * (64 + m) : m / 64 * (64 + n);
+  // For each block of rows (pixels; swapped: channels), the rows and all columns are read.
+  const double reads =
+      (instance.swap_ab ? n * (kBlockRows + m) : m * (kBlockRows + n)) / kBlockRows;
   const double shared =
       (reads * kSteps * kStepBytes + (pixels + filter_rows) * kKBlockBytes) / kSharedBytesPerCycle;
-  const double row_cycles = params.unit_bytes == 128  ? kRow128Cycles
-                            : params.unit_bytes == 64 ? kRow64Cycles
-                                                      : Row32Cycles(problem);
+  const double row_cycles = params.unit_bytes == kStepBytes ? Row32Cycles(problem) : kRowCycles;
   const double tma =
       pixels * (kKBlockBytes / params.unit_bytes) * row_cycles + filter_rows * kFilterRowCycles;
-  return std::max({tensor, shared, tma}) *
-             (instance.stationary_k_blocks > 0 ? kStationaryShare : 1) +
-         kKBlockCycles +
-         (!instance.filter_row ? 0
-          : instance.swap_ab   ? kSwapAbReuseCycles
-                               : kReuseCycles);
+  return std::max({tensor, shared, tma}) + (instance.filter_row && !stationary ? kReuseCycles : 0);
 }
 
 // Cycles of a tile's outputs.
 double EpilogueCycles(const Instance& instance, const ConvProblem& problem, const Params& params) {
   const double n = static_cast<double>(instance.tile_n);
   const double outputs =  // outputs of a thread
-      static_cast<double>(instance.tile_m) * n / (instance.pingpong ? 128 : 256);
-  if (instance.swap_ab) {
-    return outputs *
-           (instance.pingpong ? kSwapAbPingpongOutputCycles : kSwapAbCooperativeOutputCycles) *
-           (1 + (params.nchw32 ? 0 : kSwapAbNhwcExcess));
-  }
-  const double residual_excess =
-      instance.pingpong ? kPingpongResidualExcess : kCooperativeResidualExcess;
-  const double output_cycles =
-      (instance.pingpong ? kPingpongOutputCycles : kCooperativeOutputCycles) *
-      (1 + (problem.epilogue.residual ? residual_excess : 0) + (params.nchw32 ? 0 : kNhwcExcess) +
-       kByteExcess * static_cast<double>(ByteWidth(problem.y_dtype) - 1));
-  return outputs * output_cycles + n / 32 * kTermsCycles;
+      static_cast<double>(instance.tile_m) * n /
+      static_cast<double>((instance.pingpong ? 1 : kConsumers) * kConsumerThreads);
+  const double stored = outputs * (1 + (params.nchw32 ? 0 : kNhwcExcess));
+  if (instance.swap_ab) return stored * kOutputCycles;
+  // A residual takes as long as the output, and bytes of a wider result as a part of the sum's
+  // four.
+  const double more = (problem.epilogue.residual ? 1 : 0) +
+                      static_cast<double>(ByteWidth(problem.y_dtype) - 1) / kFloatBytes;
+  return (stored + more * outputs) * kOutputCycles + n / kStepBytes * kTermsCycles;
 }
 
-double PredictMicroseconds(const Instance& instance, const ConvProblem& problem,
-                           const Params& params, int64_t tiles, int64_t ctas, const Gpu& gpu) {
+TimeTerms TermsOf(const Instance& instance, const ConvProblem& problem, const Params& params,
+                  int64_t tiles, int64_t ctas, const Gpu& gpu) {
   const double k_blocks =
       static_cast<double>(problem.taps() * problem.c_per_group()) / kKBlockBytes;
-  const double tile_cycles =
-      instance.pingpong
-          ? (instance.swap_ab ? kSwapAbPingpongTileCycles : kPingpongTileCycles)
-          : (instance.swap_ab ? kSwapAbCooperativeTileCycles : kCooperativeTileCycles);
-  const double mainloop = k_blocks * KBlockCycles(instance, problem, params, gpu) + tile_cycles;
+  const double between = instance.pingpong || instance.swap_ab ? kTileCycles : 0;
+  const double mainloop = k_blocks * KBlockCycles(instance, problem, params, gpu) + between;
   const double epilogue = EpilogueCycles(instance, problem, params);
   const double waves = static_cast<double>(CeilDiv(tiles, ctas));
   const double sm = instance.pingpong
                         ? waves * std::max(mainloop, (mainloop + epilogue) / 2) + epilogue
                         : waves * (mainloop + epilogue);
-  const double dram = Int8Bytes(problem) / gpu.dram_bytes_per_cycle() * kDramSlower;
-  const double cycles = std::max(sm, dram) + kExposed * std::min(sm, dram) + kStartCycles;
-  return cycles / gpu.cycles_per_us() + gpu.launch_us;
+  TimeTerms terms;
+  terms.tensor_cores = sm / gpu.cycles_per_us();
+  terms.dram = Int8Bytes(problem) / gpu.dram_bytes_per_us;
+  terms.launch = gpu.launch_us;
+  return terms;
 }
 
 Status PlanImmaWgmma(const KernelDesc& kernel, const ConvProblem& problem, const Gpu& gpu,
@@ -315,14 +295,14 @@ Status PlanImmaWgmma(const KernelDesc& kernel, const ConvProblem& problem, const
   plan->kernel = &kernel;
   plan->slices = 1;
   plan->workspace_bytes = 0;
-  plan->microseconds = PredictMicroseconds(instance, problem, params, tiles, launch->ctas, gpu);
+  plan->terms = TermsOf(instance, problem, params, tiles, launch->ctas, gpu);
+  plan->microseconds = PredictedMicroseconds(plan->terms, plan->form);
   plan->params = std::move(launch);
   return {};
 }
 
 // The line of each form of kernels.def, from its arguments. Stages and filter slots matter to the
 // device kernel alone.
-constexpr int64_t kBlockRows = 64;  // of one wgmma
 constexpr Instance CooperativeLine(int64_t blocks, int64_t columns, int64_t /*stages*/) {
   return {2 * blocks * kBlockRows, columns};
 }

@@ -1,6 +1,7 @@
 #include "cuda/normalisation/plan.h"
 
 #include <algorithm>
+#include <climits>
 #include <string>
 #include <string_view>
 
@@ -136,7 +137,9 @@ Status PlanOf(const PassKey& key, const Gpu& gpu, PassPlan* plan) {
   PassCost cost;
   const double elements =
       static_cast<double>(segments) * static_cast<double>(rows) * static_cast<double>(channels);
-  cost.bytes = elements * (static_cast<double>(form.arrays) * (wide ? 4 : 2) + form.bits / 8.0);
+  cost.bytes =
+      elements * (static_cast<double>(form.arrays) * ByteWidth(wide ? DType::kF32 : DType::kBF16) +
+                  static_cast<double>(form.bits) / CHAR_BIT);
   cost.instructions = elements * form.instructions;
   if (adds) {
     cost.ctas = cost.ctas_of_sm * gpu.sm_count;

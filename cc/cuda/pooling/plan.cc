@@ -51,8 +51,8 @@ constexpr int kGroup = 4;
 
 // A thread's instructions for an element, fitted to ResNet-50's layer on an H200
 // (docs/notes/fuse.md): 262 us, gradient 442 us.
-constexpr double kTake = 4, kNormalise = 12, kPlace = 12;
-constexpr double kGather = 20, kWindow = 10, kAdd = 4, kScale = 6;
+constexpr double kTake = 4, kNormalise = 12;  // normalising, or recording a place
+constexpr double kGather = 20, kWindow = 10, kScale = 6;
 
 Status WindowsOf(const PassKey& key, PoolWindows* w) {
   const std::vector<int64_t> in = key.Extents('i'), size = key.Extents('f'), out = key.Extents('o'),
@@ -120,7 +120,7 @@ Status PlanOf(const PassKey& key, const Gpu& gpu, PassPlan* plan) {
   const bool two = key.Number('g', 1) == 2, places = back || key.Has("places");
   JAXCONV_RETURN_IF_ERROR(CheckPoolWindows(w, places));
   const bool sm90 = gpu.compute_capability() == 90;
-  const double width = key.dtype() == DType::kF32 ? 4 : 2;
+  const auto width = static_cast<double>(ByteWidth(key.dtype()));
   const double elements = Count(w.batch, w.in, w.channels);
   const double windows = Count(w.batch, w.out, w.channels);
   PassCost cost;
@@ -130,7 +130,7 @@ Status PlanOf(const PassKey& key, const Gpu& gpu, PassPlan* plan) {
     const double overlaps = static_cast<double>(w.overlaps(0) * w.overlaps(1) * w.overlaps(2));
     cost.bytes = elements * width * (1 + affine) + windows * (width * (1 + two) + 1);
     cost.instructions =
-        elements * (kGather + kWindow * overlaps + (two ? kAdd : 0) + (affine ? kScale : 0));
+        elements * (kGather + kWindow * overlaps + (two ? kTake : 0) + (affine ? kScale : 0));
     cost.ctas = static_cast<int64_t>(elements) /
                 (kPoolVector * w.stride[0] * w.stride[1] * w.stride[2] * kPoolThreads);
     cost.ctas_of_sm = 4;
@@ -140,7 +140,7 @@ Status PlanOf(const PassKey& key, const Gpu& gpu, PassPlan* plan) {
     cost.bytes = elements * width + windows * (width * (1 + key.Has("operands")) + places);
     const double taken =
         windows * static_cast<double>((w.size[0] - form[2]) * w.size[1] * w.size[2]);
-    cost.instructions = taken * (kTake + (affine ? kNormalise : 0) + (places ? kPlace : 0));
+    cost.instructions = taken * (kTake + (affine ? kNormalise : 0) + (places ? kNormalise : 0));
     cost.ctas = static_cast<int64_t>(windows) / (kPoolVector * walk * kPoolThreads);
     cost.ctas_of_sm = width == 4 ? kPoolCtas<4, true>
                       : sm90     ? kPoolCtas<2, true>

@@ -23,10 +23,6 @@ Status PlanChunked(const Instance& instance, const Gpu& gpu, LaunchParams* launc
 // tile_m tiles do not fit.
 Status PlaceChunks(int64_t tile_m, int64_t bytes, LaunchParams* launch);
 
-// Bytes of V and M that move in the time of a DRAM byte if a chunk stays in L2, on an H200.
-inline constexpr double kStoredL2Rate = 1.1;
-// The share of L2 that a chunk's V and M may take: kChunkBytes of 50 MB.
-inline constexpr double kL2Share = 0.64;
 // The bytes of a chunk's V and M that move in the time of a DRAM byte.
 double StoredRate(const Gpu& gpu, const LaunchParams& launch);
 

@@ -13,8 +13,9 @@ namespace {
 
 // Shared memory that CUDA reserves for each CTA.
 constexpr int64_t kReservedBytesOfCta = 1024;
-// Cycles in which an SM issues the input transform of 64 channels of a tile (input_transform.cuh:
-// 392 and 1064 warp instructions, four a cycle).
+// Cycles in which an SM issues the input transform of kTransformChannels of a tile
+// (input_transform.cuh: 392 and 1064 warp instructions, four a cycle).
+constexpr int64_t kTransformChannels = 64;
 double TransformCycles(int32_t m) { return m == 2 ? 98 : 266; }
 
 Status CheckOffsets(const LaunchParams& launch) {
@@ -67,16 +68,17 @@ Status PlanPkfShmem(const Instance& instance, const Gpu& gpu, LaunchParams* laun
   const double row_bytes = kBlockChannels * 2;
   const double mma = k_blocks * tb_m * tb_n * kBlockChannels / gpu.mma_sync_per_clock;
   const double near =
-      (k_blocks * (tb_m + tb_n) * row_bytes + 2 * alpha * launch->m * tb_m * tb_n * 4) / 128;
+      (k_blocks * (tb_m + tb_n) * row_bytes + 2 * alpha * launch->m * tb_m * tb_n * kFloatBytes) /
+      kSharedBytesPerCycle;
   const double far = k_blocks * tb_n * row_bytes / l2_bytes_per_cycle;
   const double cycles =
-      TransformCycles(launch->m) * tb_m * static_cast<double>(CeilDiv(g.red, 64)) +
+      TransformCycles(launch->m) * tb_m * static_cast<double>(CeilDiv(g.red, kTransformChannels)) +
       static_cast<double>(blocks_of_part) * std::max({mma, near, far});
   const int64_t waves = CeilDiv(blocks * parts, ctas_of_sm * gpu.sm_count) * ctas_of_sm;
-  const double bytes =
-      2 * static_cast<double>(launch->in_elements) +
-      (launch->out_is_f32 ? 4.0 : 2.0) * g.images * g.out_h * g.out_w * g.out_channels() +
-      static_cast<double>(FilterBytes(*launch));
+  const double bytes = 2 * static_cast<double>(launch->in_elements) +
+                       static_cast<double>(launch->out_is_f32 ? kFloatBytes : 2) * g.images *
+                           g.out_h * g.out_w * g.out_channels() +
+                       static_cast<double>(FilterBytes(*launch));
   terms->tensor_cores = static_cast<double>(waves) * cycles / gpu.cycles_per_us();
   terms->dram = bytes / gpu.dram_bytes_per_us;
   terms->launch = FilterMicroseconds(*launch, gpu) + gpu.launch_us;

@@ -4,6 +4,7 @@
 #include <limits>
 #include <string>
 
+#include "cuda/common/rates.h"
 #include "cuda/winograd/four_stage_plan.h"
 
 namespace jaxconv::winograd {
@@ -12,9 +13,6 @@ namespace {
 // The share of the FP32 FMA rate that elementwise.cuh reaches on an H200: 8 FMA come with 16
 // conversions and two loads of 16 bytes a lane.
 constexpr double kElementwiseShare = 0.055;
-// Bytes that the sync-free GEMM loads in the time of a DRAM byte, on an H200: L1 serves the rows
-// that neighbouring CTAs share.
-constexpr double kSyncFreeRate = 1.8;
 
 // A lane's offsets within a CTA's block of V and U have 32 bits.
 Status CheckOffsets(const Instance& instance, const LaunchParams& launch) {
@@ -35,7 +33,7 @@ TimeTerms SyncFreeTerms(const Instance& instance, const Gpu& gpu, const LaunchPa
   const Geometry& g = launch.geometry;
   const int64_t ctas =
       CeilDiv(launch.chunk_tiles, instance.tile_m) * CeilDiv(g.cols, instance.tile_n) * g.groups;
-  const double l2_bytes_per_cycle = gpu.dram_bytes_per_cycle() * kSyncFreeRate / gpu.sm_count;
+  const double l2_bytes_per_cycle = gpu.dram_bytes_per_cycle() * kL2Rate / gpu.sm_count;
   const double mma = instance.tile_m * instance.tile_n * kBlock / gpu.mma_sync_per_clock;
   const double loads = (instance.tile_m + instance.tile_n) * kBlock * 2 / l2_bytes_per_cycle;
   const double blocks = static_cast<double>(launch.points() * CeilDiv(g.red, kBlock));
@@ -59,7 +57,9 @@ Status PlanSyncFree(const Instance& instance, const Gpu& gpu, LaunchParams* laun
 Status PlanPkfLlc(const Instance& instance, const Gpu& gpu, LaunchParams* launch,
                   TimeTerms* terms) {
   JAXCONV_RETURN_IF_ERROR(CheckOffsets(instance, *launch));
-  const auto l2_bytes = static_cast<int64_t>(kL2Share * static_cast<double>(gpu.l2_bytes));
+  // The share of L2 that V and M may take: kChunkBytes of 50 MiB.
+  constexpr int64_t kOfBytes = int64_t{50} << 20;
+  const int64_t l2_bytes = gpu.l2_bytes * kChunkBytes / kOfBytes;
   JAXCONV_RETURN_IF_ERROR(PlaceChunks(instance.tile_m, std::min(kChunkBytes, l2_bytes), launch));
   *terms = SyncFreeTerms(instance, gpu, *launch);
   return {};

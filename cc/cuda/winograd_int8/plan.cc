@@ -129,10 +129,7 @@ Status MakePlan(const KernelDesc& kernel, const ConvProblem& problem, const Gpu&
   SetLanes(problem.k, problem.c, lanes, &filter.rows);
   // A sum has C products of at most 127 * 127.
   int exponent = 0;
-  while (std::ldexp(1.0, exponent + kHalfExponent) <
-         128.0 * 128.0 * static_cast<double>(problem.c)) {
-    ++exponent;
-  }
+  while ((int64_t{1} << (exponent + kHalfExponent)) < problem.c << 2 * 7) ++exponent;
   input.exponent = std::ldexp(1.0f, exponent);
   filter.exponent = std::ldexp(1.0f, -exponent);
 
