@@ -31,17 +31,17 @@ from jaxconv._src.passes import moments, normalise
 
 
 @dataclasses.dataclass(frozen=True)
-class _Reading:
+class _Operand:
     """An array operand of a call.
 
     Attributes:
-        position, operand: the call and the operand's index.
+        position, index: the call, and the operand's place among its operands.
         array: the array that the operand is, possibly in another shape.
         moves: the equations that bring it to the operand's shape.
     """
 
     position: int
-    operand: int
+    index: int
     array: Var
     moves: tuple[JaxprEqn, ...]
 
@@ -49,17 +49,25 @@ class _Reading:
 def rewritten(eqns: Sequence[JaxprEqn], outvars: Sequence[Any]) -> list[JaxprEqn]:
     """A program's equations; gradients that calls give to one 16-bit array are added in float32."""
     graph = Graph(eqns, outvars)
-    readings = [r for at in range(len(graph.eqns)) for r in _readings(graph, at)]
-    counts = collections.Counter(r.array for r in readings)
-    by_call: dict[int, list[_Reading]] = {}
-    for reading in readings:
-        if counts[reading.array] > 1 or _has_statistics(graph, reading.array):
-            by_call.setdefault(reading.position, []).append(reading)
+    try:
+        return graph.with_replaced(_replacements(graph))
+    except (TypeError, ValueError, compat.ShardingTypeError):
+        return list(graph.eqns)  # arrays of types that this does not know: rounded as by JAX
+
+
+def _replacements(graph: Graph) -> dict[int, list[JaxprEqn]]:
+    """The calls that take or return arrays in float32 too, by the position that they replace."""
+    found = [o for at in range(len(graph.eqns)) for o in _operands(graph, at)]
+    counts = collections.Counter(o.array for o in found)
+    by_call: dict[int, list[_Operand]] = {}
+    for operand in found:
+        if counts[operand.array] > 1 or _has_statistics(graph, operand.array):
+            by_call.setdefault(operand.position, []).append(operand)
     wide: dict[Var, Var] = {}
     placed: dict[int, list[JaxprEqn]] = {}
     for position, of_call in by_call.items():
         placed[position] = []
-        for array in (r.array for r in of_call if r.array not in wide):
+        for array in (o.array for o in of_call if o.array not in wide):
             wide[array] = compat.variable(type_of(array).update(dtype=np.dtype(np.float32)))
             made = graph.index(array)
             if made is not None and _has_statistics(graph, array):
@@ -67,7 +75,7 @@ def rewritten(eqns: Sequence[JaxprEqn], outvars: Sequence[Any]) -> list[JaxprEqn
             else:
                 placed[position] += traced(_converted, [array], [wide[array]], graph, position)
         placed[position] += _with_wide(graph, of_call, wide)
-    return graph.with_replaced(placed)
+    return placed
 
 
 def _has_statistics(graph: Graph, array: Var) -> bool:
@@ -78,7 +86,7 @@ def _has_statistics(graph: Graph, array: Var) -> bool:
     return made.params["epilogue"].statistics and array is made.outvars[0]
 
 
-def _readings(graph: Graph, position: int) -> list[_Reading]:
+def _operands(graph: Graph, position: int) -> list[_Operand]:
     """The 16-bit arrays whose moments an equation computes, or which it normalises."""
     eqn = graph.eqns[position]
     if eqn.primitive is moments.moments_p:
@@ -88,14 +96,14 @@ def _readings(graph: Graph, position: int) -> list[_Reading]:
     else:
         return []
     found = []
-    for operand, array in enumerate(eqn.invars[:count]):
+    for index, array in enumerate(eqn.invars[:count]):
         moves: list[JaxprEqn] = []
         while (made := graph.producer(array)) is not None and made.primitive.name in MOVING:
             moves.insert(0, made)
             array = made.invars[0]
         aval = type_of(array)
         if isinstance(array, Var) and is_float(aval.dtype) and aval.dtype.itemsize == 2:
-            found.append(_Reading(position, operand, array, tuple(moves)))
+            found.append(_Operand(position, index, array, tuple(moves)))
     return found
 
 
@@ -103,11 +111,9 @@ def _converted(array: jax.Array) -> list[jax.Array]:
     return [array.astype(np.float32)]
 
 
-def _with_wide(
-    graph: Graph, readings: Sequence[_Reading], wide: Mapping[Var, Var]
-) -> list[JaxprEqn]:
+def _with_wide(graph: Graph, arrays: Sequence[_Operand], wide: Mapping[Var, Var]) -> list[JaxprEqn]:
     """A call whose derivative by some of its operands goes through float32 arrays."""
-    position = readings[0].position
+    position = arrays[0].position
     eqn = graph.eqns[position]
 
     def bound(*operands: jax.Array) -> list[jax.Array]:
@@ -122,23 +128,23 @@ def _with_wide(
     def jvp(primals: Any, tangents: Any) -> Any:
         of_wide, of_operands = tangents
         given = list(of_operands)
-        for reading, tangent in zip(readings, of_wide, strict=True):
-            given[reading.operand] = tangent
+        for array, tangent in zip(arrays, of_wide, strict=True):
+            given[array.index] = tangent
         rule = ad.primitive_jvps[eqn.primitive]
         results, found = rule(primals[1], _zeros(given), **eqn.params)
         if not eqn.primitive.multiple_results:
             results, found = [results], [found]
         return results, [ad.instantiate_zeros(t) for t in found]
 
-    def computed(arrays: list[jax.Array], operands: list[jax.Array]) -> list[jax.Array]:
+    def computed(wide: list[jax.Array], operands: list[jax.Array]) -> list[jax.Array]:
         moved = []
-        for array, reading in zip(arrays, readings, strict=True):
-            for move in reading.moves:
-                array = move.primitive.bind(array, **move.params)
-            moved.append(array)
+        for value, array in zip(wide, arrays, strict=True):
+            for move in array.moves:
+                value = move.primitive.bind(value, **move.params)
+            moved.append(value)
         return call(moved, operands)
 
-    given = [wide[r.array] for r in readings], list(eqn.invars)
+    given = [wide[a.array] for a in arrays], list(eqn.invars)
     return traced(computed, given, eqn.outvars, graph, position)
 
 
