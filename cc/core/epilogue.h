@@ -5,6 +5,8 @@
 
 #include <cstdint>
 
+#include "core/host_device.h"
+
 namespace jaxconv {
 
 // For a value v: kRelu6 is min(max(v, 0), 6); kLeakyRelu v < 0 ? negative_slope * v : v; kGelu v *
@@ -25,7 +27,7 @@ enum class Activation : int32_t {
 };
 
 // v times a function between 0 and 1.
-constexpr bool IsSwish(Activation activation) {
+JAXCONV_HOST_DEVICE constexpr bool IsSwish(Activation activation) {
   return activation == Activation::kSilu || activation == Activation::kHardSwish;
 }
 

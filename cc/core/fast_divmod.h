@@ -9,11 +9,7 @@
 
 #include <cstdint>
 
-#ifdef __CUDACC__
-#define JAXCONV_HOST_DEVICE __host__ __device__ __forceinline__
-#else
-#define JAXCONV_HOST_DEVICE inline
-#endif
+#include "core/host_device.h"
 
 namespace jaxconv {
 
