@@ -233,6 +233,18 @@ def test_kernels_that_are_no_faster_are_not_chosen(for_cuda, monkeypatch):
     assert calls(jaxconv.fuse(block), *values()) == ([], 2)
 
 
+def test_a_function_of_nan_that_is_a_number_is_no_activation():
+    """``where(y > 0, y, 0)`` is 0 there, the epilogue's relu NaN."""
+    p, x = values()
+    x = x.at[0, 0, 0, 0].set(np.nan)
+
+    def dense(p, x):
+        y = convolved(p, x) @ p["first"] + p["first_bias"]
+        return jnp.where(y > 0, y, 0)
+
+    np.testing.assert_array_equal(jaxconv.fuse(dense)(p, x), dense(p, x))
+
+
 @pytest.mark.parametrize("for_cuda, layers", [(True, 2), (False, 1)])
 def test_a_bias_and_an_activation_alone_are_left_to_a_cpu(for_cuda, layers, monkeypatch):
     """A call would compute the activation again in the backward pass; the shortcut has a call."""

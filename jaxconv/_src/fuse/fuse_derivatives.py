@@ -73,12 +73,16 @@ def known(
     try:
         with compat.varying(operand):
             closed = jax.make_jaxpr(both)(operand)
-        y, derivative = _computed(compat.open_jaxpr(closed), closed.consts, [_NUMBERS])
+        numbers = np.append(_NUMBERS, np.nan)
+        y, derivative = _computed(compat.open_jaxpr(closed), closed.consts, [numbers])
     except (_UnknownError, TypeError, ValueError):
         return None, None, None
-    y, derivative = (np.broadcast_to(a, _NUMBERS.shape) for a in (y, derivative))
+    y, derivative = (np.broadcast_to(a, numbers.shape) for a in (y, derivative))
+    keeps_nan = bool(np.isnan(y[-1]))  # as the epilogue's activations; where(y > 0, y, 0) does not
+    y, derivative = y[:-1], derivative[:-1]
     eps = float(jax.numpy.finfo(operand.dtype).eps)
-    return _mask(y, derivative), _name(derivative, eps), _activation(y, eps)
+    activation = _activation(y, eps) if keeps_nan else None
+    return _mask(y, derivative), _name(derivative, eps), activation
 
 
 def _activation(y: np.ndarray, eps: float) -> Activation | None:
