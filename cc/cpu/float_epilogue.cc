@@ -142,9 +142,11 @@ JAXCONV_LOOP AddPixels(const PixelRun& run) {
     const char* out = run.out + first * run.stride * ByteWidth(run.dtype);
     const float* values = wide ? reinterpret_cast<const float*>(out) : converted;
     const int64_t stride = wide ? run.stride : run.channels;
-    for (int64_t i = 0; i < pixels && !wide; ++i) {
-      ToFloat(run.dtype, out + i * run.stride * ByteWidth(run.dtype), converted + i * stride, 0,
-              run.channels);
+    if (!wide) {
+      for (int64_t i = 0; i < pixels; ++i) {
+        ToFloat(run.dtype, out + i * run.stride * ByteWidth(run.dtype), converted + i * stride, 0,
+                run.channels);
+      }
     }
     int64_t c = 0;
     for (; c + kLanes <= run.channels; c += kLanes) {  // a constant: unrolled, in registers

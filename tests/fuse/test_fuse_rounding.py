@@ -21,10 +21,10 @@ ORDERS = {
 }
 
 
-def parameters(dtype=jnp.float16) -> dict[str, jax.Array]:
+def parameters() -> dict[str, jax.Array]:
     return {
-        "w": 0.1 * draw(3, 3, C, C, seed=1, dtype=dtype),
-        "v": 0.1 * draw(3, 3, C, C, seed=2, dtype=dtype),
+        "w": 0.1 * draw(3, 3, C, C, seed=1, dtype=jnp.float16),
+        "v": 0.1 * draw(3, 3, C, C, seed=2, dtype=jnp.float16),
         "gain": 1 + 0.1 * draw(C, seed=3, dtype=jnp.float32),
         "offset": 0.1 * draw(C, seed=4, dtype=jnp.float32),
     }

@@ -17,7 +17,7 @@ namespace {
 constexpr int64_t kWidth = 2;  // bytes of an element
 constexpr int64_t kMostPieces = 4;
 constexpr int64_t kMatricesOfLoad = 4;  // of ldmatrix
-// Of a box through shared memory: it is written, read, and written to the planes.
+// A box passes through shared memory: it is written, read, and written to the planes.
 constexpr int64_t kPasses = 3;
 
 Status Check(const KernelDesc& kernel, const ToeplitzInstance& instance,

@@ -17,8 +17,8 @@ constexpr double kChunkCycles = 0.48, kWordCycles = 0.84;
 constexpr double kStoreCycles = 375, kFragmentCycles = 4.6;
 // dgrad: a term of the sums of z for each output.
 constexpr double kSumCycles = 0.46;
-// Of a CTA before its first tile, for the filter and the places of dgrad and wgrad; and the latency
-// of a tile that only other CTAs hide: its copies, and in fprop each k-block's loads.
+// A CTA prepares the filter and the places of dgrad and wgrad before its first tile. Only other CTAs
+// hide the latency of a tile: its copies, and in fprop each k-block's loads.
 constexpr double kFilterCycles = 6000, kTileLatency = 2900, kBlockLatency = 80;
 constexpr int64_t kBlockBytes = 32;  // of a k-block in a row
 

@@ -136,7 +136,12 @@ def moments_type(spec: ConvSpec, y: jax.core.ShapedArray, dtype: np.dtype) -> ja
 
 def _jvp(primals, tangents, **parameters):
     results, found = linearized(primals, tangents, **parameters)
-    return results, [t.astype(r.dtype) for r, t in zip(results, found, strict=True)]
+    return results, rounded(found, results)
+
+
+def rounded(tangents: Sequence[jax.Array], results: Sequence[jax.Array]) -> list[jax.Array]:
+    """The tangents of ``linearized`` in the dtypes of the results."""
+    return [t.astype(r.dtype) for r, t in zip(results, tangents, strict=True)]
 
 
 def linearized(

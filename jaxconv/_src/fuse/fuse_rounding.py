@@ -162,8 +162,7 @@ def _also_wide(graph: Graph, position: int, wide: Var) -> list[JaxprEqn]:
     @functools.partial(call.defjvp, symbolic_zeros=True)
     def jvp(primals: Any, tangents: Any) -> Any:
         results, found = fused.linearized(primals, _zeros(tangents), **eqn.params)
-        rounded = [t.astype(r.dtype) for r, t in zip(results, found, strict=True)]
-        return with_wide(results), [*rounded, found[0]]
+        return with_wide(results), [*fused.rounded(found, results), found[0]]
 
     return traced(call, tuple(eqn.invars), [*eqn.outvars, wide], graph, position)
 

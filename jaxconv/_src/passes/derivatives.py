@@ -14,10 +14,11 @@ from jaxconv._src.problem.epilogue import activate, differential
 
 def _mish(u: jax.Array, slope: float) -> jax.Array:
     # tanh(log(1 + e)) = n / (n + 2) with e = exp(u), n = e (e + 2)
-    e = jnp.exp(jnp.clip(u, -80.0, 20.0))
+    clipped = jnp.clip(u, -80.0, 20.0)
+    e = jnp.exp(clipped)
     n = e * (e + 2)
-    found = (n + 4 * jnp.clip(u, -80.0, 20.0) * e * (1 + e) / (n + 2)) / (n + 2)
-    return found + 0 * u  # NaN at infinity, as in jax.nn.mish
+    finite = (n + 4 * clipped * e * (1 + e) / (n + 2)) / (n + 2)
+    return finite + 0 * u  # NaN at infinity, as in jax.nn.mish
 
 
 def _clipped(u: jax.Array, low: float, high: float) -> jax.Array:
