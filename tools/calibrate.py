@@ -590,13 +590,33 @@ def errors_of(
     return np.log(rows.predicted(parameters, exposed) / rows.measured)
 
 
+def mean_loss(
+    forms: Forms, found: Mapping[Name, Parameters], exposed: float, prior: Prior
+) -> tuple[float, int]:
+    """What auto loses by choosing among the measured rows: a mean, and of how many problems."""
+    rows: dict[int, list[tuple[float, float]]] = defaultdict(list)
+    for name, of_form in forms.items():
+        errors = errors_of(name, forms, of_form, found, exposed, prior)
+        score = of_form.measured * np.exp(errors) / (XLA_SHARE if is_xla(name) else 1)
+        columns = of_form.problem, score, of_form.measured, of_form.allowed
+        for problem, *each, allowed in zip(*columns, strict=True):
+            if allowed:
+                rows[problem].append(tuple(each))
+    several = [each for each in rows.values() if len(each) > 1]
+    losses = [min(each)[1] / min(us for _, us in each) - 1 for each in several]
+    return float(np.mean(losses)), len(losses)
+
+
 def layer_of(key: str) -> str:
     """A problem's layer: the key without operation, operands and precision."""
     return key.split(" ", 3)[3]
 
 
 def check(program: pathlib.Path, gpu: str = BASE) -> str:
-    """A table of the median errors of each form: in the fit, held out, by the prior alone."""
+    """A table of the median errors of each form: in the fit, held out, by the prior alone.
+
+    The last line has the mean loss of auto: in the fit, by the prior alone.
+    """
     forms, prior = read(program, gpu), prior_of(gpu)
     exposed, fits = best_fit(forms, prior)
     found = {name: each.parameters for name, each in fits.items()}
@@ -615,6 +635,11 @@ def check(program: pathlib.Path, gpu: str = BASE) -> str:
     for side, tables in every.items():
         medians = np.nanmedian(np.concatenate(tables, axis=1), axis=1)
         lines.append(f"all of {side}: {', '.join(f'{median:.3f}' for median in medians)}")
+    losses = [mean_loss(forms, found, exposed, prior)]
+    if gpu != BASE:
+        losses.append(mean_loss(forms, {}, exposed, prior))
+    means = ", ".join(f"{100 * loss:.2f} %" for loss, _ in losses)
+    lines.append(f"mean loss of auto among {losses[0][1]} problems: {means}")
     return "\n".join(lines)
 
 

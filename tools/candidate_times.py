@@ -43,6 +43,7 @@ DTYPES = {"bf16": jnp.bfloat16, "f16": jnp.float16, "f32": jnp.float32}
 L2_BYTES = 50e6
 MOST_COPIES = 48
 STARTS = 4  # of a program in its trace
+COMMAND = "python tools/candidate_times.py problems.tsv --json times.json"  # of a new table
 
 
 class Problem(NamedTuple):
@@ -223,7 +224,7 @@ def add(paths: Sequence[pathlib.Path], gpu: str) -> None:
                 kernels[candidate + (f"/{slices}" if slices > 1 else "")] = value
             times[key] = of_xla, kernels
     facts = {"gpu": measured["device"], "driver": measured["driver"], "jax": measured["jax"]}
-    facts |= {"commit": measured["commit"], "command": "python tools/candidate_times.py"}
+    facts |= {"commit": measured["commit"], "command": COMMAND}
     measured_times.write(table, times, facts)
 
 

@@ -9,9 +9,7 @@ import pathlib
 import pytest
 
 REPOSITORY = pathlib.Path(__file__).resolve().parents[2]
-KEY = (
-    "fprop bf16:bf16:bf16 default b1 n64 g1 c128 k128 i28x28 f3x3 o28x28 s1x1 l1x1 d1x1 p1_1x1_1"
-)
+KEY = "fprop bf16:bf16:bf16 default b1 n64 g1 c128 k128 i28x28 f3x3 o28x28 s1x1 l1x1 d1x1 p1_1x1_1"
 
 
 @pytest.fixture(autouse=True)
@@ -39,7 +37,7 @@ def test_times_of_another_gpu_get_their_own_table(tmp_path, monkeypatch):
         "# driver: 580",
         "# jax: 0.11",
         "# commit: abc",
-        "# command: python tools/candidate_times.py",
+        f"# command: {tool.COMMAND}",
         f"{KEY}\t30\tfprop_b=12\tfprop_a=20",
     ]
     measured.write_text(content("NVIDIA H200", us))
