@@ -9,6 +9,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
@@ -185,6 +186,11 @@ def silu(p, x):
     return conv(max_pool(jax.nn.silu(normalised(p, x))), p["v"])
 
 
+def where(p, x):
+    z = normalised(p, x)
+    return conv(max_pool(jnp.where(z > 0, z, 0)), p["v"])
+
+
 def frozen(p, x):
     q = {**p, "gain": lax.stop_gradient(p["gain"]), "offset": lax.stop_gradient(p["offset"])}
     wide = (conv(x, p["w"]).astype(jnp.float32) - q["offset"]) * q["gain"] + q["offset"]
@@ -196,6 +202,7 @@ OTHERS = {
     "a reader of the activation": (read_besides, (False, True, False, 1), (1, 1, 1)),
     "a shortcut": (shortcut, (False, True, False, 1), (1, 1, 1)),
     "silu": (silu, (False, True, False, 1), (1, 1, 1)),
+    "where": (where, (False, True, False, 1), (1, 1, 1)),
     "frozen vectors": (frozen, (True, True, True, 1), (1, 1, 0)),
 }
 
@@ -210,6 +217,15 @@ def test_other_readers_and_operands(name, way):
     x = X.astype(jnp.float32)
     expected = jax.jit(gradient(forward))(PARAMETERS, x)
     assert_gradients(jax.jit(WAYS[way](forward))(PARAMETERS, x), expected, 2e-3)
+
+
+@pytest.mark.parametrize("forward", [stem, where])
+def test_nan_is_what_the_program_makes_of_it(forward):
+    parameters = {**PARAMETERS, "gain": PARAMETERS["gain"].at[0].set(jnp.nan)}
+    expected = jax.jit(forward)(parameters, X.astype(jnp.float32))
+    actual = jax.jit(jaxconv.fuse(forward))(parameters, X.astype(jnp.float32))
+    np.testing.assert_array_equal(np.isnan(actual), np.isnan(expected))
+    assert np.isnan(expected).any() == (forward is stem)
 
 
 def test_inference_has_no_places():

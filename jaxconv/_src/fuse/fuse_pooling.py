@@ -70,7 +70,8 @@ def _normalised(graph: Graph, z: Any, windows: Windows) -> list[Any]:
         return []
     y, *vectors = made.invars
     if (
-        act.mask != (0.0, None)
+        not act.clips
+        or act.mask != (0.0, None)
         or type_of(y).dtype != form.dtype
         or any(len(type_of(v).shape) > 1 for v in vectors)
     ):

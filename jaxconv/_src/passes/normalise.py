@@ -69,6 +69,10 @@ class Activation(Protocol):
     @property
     def activation(self) -> epilogue.Activation: ...
 
+    @property
+    def clips(self) -> bool:
+        """Whether its values are those of a clip to the mask's bounds that keeps NaN."""
+
     def value(self, t: jax.Array) -> jax.Array:
         """The function of t, computed as in the program."""
 
@@ -122,7 +126,7 @@ class Form:
     def block_end(self) -> BlockEnd | None:
         """The call that computes z and the bits of a mask, or None."""
         act = self.activation
-        if act is None or act.mask is None or act.mask[0] != 0:
+        if act is None or not act.clips or act.mask is None or act.mask[0] != 0:
             return None
         return BlockEnd(self.arrays, act.mask[1]) if self.summands == 2 else None
 
