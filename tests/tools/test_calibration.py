@@ -158,6 +158,27 @@ def test_a_gpu_with_few_times_gets_a_file(calibrate, choices_program, monkeypatc
         assert all(is_same for is_same, free in zip(same, fitted, strict=True) if not free)
 
 
+def test_errors_are_of_the_fit_and_of_the_prior(calibrate):
+    import numpy as np
+
+    errors = importlib.import_module("calibration_errors")
+    prior = calibrate.Prior({FORM: (0.8, 0.9, 3.0), OTHER: (0.5, 0.9, 3.0)}, 0.2)
+    forms = {FORM: rows_of(calibrate, (0.6, 0.9, 3.0), 12)}
+    exposed, fits = calibrate.best_fit(forms, prior)
+    found = {name: each.parameters for name, each in fits.items()}
+    off = [
+        np.abs(errors.errors_of(FORM, forms, forms[FORM], each, exposed, prior)).mean()
+        for each in (found, {})
+    ]
+    assert off[0] < 0.02 < 0.1 < off[1]
+    # A second kernel of the same problems, which the prior believes to be slower than it is.
+    forms[OTHER] = rows_of(calibrate, (0.7, 0.9, 3.0), 12)
+    loss, problems = errors.mean_loss(forms, {}, exposed, prior)
+    assert problems == 12 and 0.05 < loss < 0.2
+    found = {name: each.parameters for name, each in calibrate.best_fit(forms, prior)[1].items()}
+    assert errors.mean_loss(forms, found, exposed, prior) == (0, 12)
+
+
 def test_no_fit_sees_the_unseen_problems(calibrate):
     unseen = importlib.import_module("unseen_problems").problems()
     assert len(unseen) == 150

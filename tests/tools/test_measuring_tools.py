@@ -50,15 +50,15 @@ def test_the_unseen_problems_are_listed_and_evaluated(tmp_path, capsys):
     keys = list(tool.problems())
     dense = [key for key in keys if key.startswith("fprop")][:2]
     instances = [f"fprop_igemm_wgmma_bf16_{i}" for i in "abcde"]
-    old, new = tmp_path / "old.tsv", tmp_path / "new.tsv"
+    earlier, later = tmp_path / "old.tsv", tmp_path / "new.tsv"
     predicted = {key: {"xla": 9.6, **dict.fromkeys(instances, 10.0)} for key in dense}
-    tool.write(old, predicted)
+    tool.write(earlier, predicted)
     for each in predicted.values():
         each |= {"xla": 9.8, instances[4]: 9.85}
-    tool.write(new, predicted)
+    tool.write(later, predicted)
 
     listed = tmp_path / "listed.tsv"
-    assert tool.main(["--list", str(listed), "--predictions", str(old), str(new)]) == 0
+    assert tool.main(["--list", str(listed), "--predictions", str(earlier), str(later)]) == 0
     lines = [line.split("\t") for line in listed.read_text().splitlines()]
     assert [key for key, *_ in lines] == keys
     of = dict((key, candidates) for key, *candidates in lines)
@@ -68,7 +68,7 @@ def test_the_unseen_problems_are_listed_and_evaluated(tmp_path, capsys):
     measured = tmp_path / "times.json"
     us = {"xla": 8.0, instances[0]: 10.0, instances[4]: 10.0}
     measured.write_text(content("NVIDIA H200", {dense[0]: us, KEY: us}))
-    files = ["--predictions", f"{old}:0.97", str(new)]
+    files = ["--predictions", f"{earlier}:0.97", str(later)]
     assert tool.main(["--evaluate", str(measured), *files]) == 0
     before, now = capsys.readouterr().out.strip().split("\n\n")
     # The old build leaves the layer to XLA; the new one takes a kernel, which is 25 % slower.
