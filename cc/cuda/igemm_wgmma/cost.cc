@@ -13,7 +13,7 @@ namespace {
 // tests/cc/measured_times.tsv ("fitted").
 
 // TMA, for a row of a box (128 bytes of shared memory) that is one line of global memory, and for
-// one that lies in two lines. Measured.
+// one that lies in two lines. Measured. Rows that begin inside a sector of L2 take twice as long.
 constexpr double kRowCycles = 2.2, kSplitRowCycles = 3.3;
 // The same for rows that several CTAs read at about the same time: those of the filter, and those
 // of activations that tiles of several columns share. Fitted.
@@ -48,7 +48,10 @@ constexpr double kClusterLaunchUs = -0.8;
 // Clusters of more than two CTAs fit on about 112 of 132 SMs, as a cluster lies within one GPC.
 constexpr double kClusterSmShare = 0.85;
 
-double RowCycles(int64_t pitch) { return pitch % kLineBytes == 0 ? kRowCycles : kSplitRowCycles; }
+double RowCycles(int64_t pitch) {
+  if (pitch % kLineBytes == 0) return kRowCycles;
+  return pitch % kSectorBytes == 0 ? kSplitRowCycles : 2 * kSplitRowCycles;
+}
 
 // Bytes of a problem, as the kernel moves them.
 struct Traffic {
