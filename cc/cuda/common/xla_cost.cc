@@ -168,6 +168,22 @@ double FlopsPerUs(const XlaTerms& terms, const Gpu& gpu) {
   return 2 * per_clock * gpu.sm_count * gpu.cycles_per_us();
 }
 
+double Padded(int64_t value, int64_t to) {
+  return static_cast<double>(CeilDiv(value, to) * to) / static_cast<double>(value);
+}
+
+// The products that cuDNN adds to those of ProductExcess's square root where channels are few.
+double NarrowExcess(const ConvProblem& problem) {
+  constexpr int64_t kLeast = kTile / 2;
+  const bool fprop = problem.op == Op::kFprop;
+  if (problem.op == Op::kWgrad) {
+    return std::sqrt(Padded(problem.c, kLeast) * Padded(problem.k, kLeast));
+  }
+  const int64_t columns = fprop ? problem.k : problem.c, reduced = fprop ? problem.c : problem.k;
+  return std::sqrt(Padded(columns, kLeast)) *
+         Padded(reduced, kLineBytes / ByteWidth(problem.lhs_dtype()));
+}
+
 // A TF32 wgrad with more channels than half a tile and less than a tile does not fit cuBLAS's small
 // tiles; cuDNN computes it, this many times slower: 384 -> 96 on 256x14x14 takes 50 us, 384 -> 64
 // takes 31.
@@ -175,7 +191,8 @@ constexpr double kBetweenTiles = 1.6;
 
 // The outputs of whole tiles, and in dense fprop and dgrad of whole waves of them, relative to
 // those of the matrix product. Wgrad and cuBLAS fill the last wave with slices of the reduction.
-// Smaller tiles waste less and run slower: the square root is between both.
+// Smaller tiles waste less and run slower: the square root is between both. cuDNN's have at least
+// half the width, and its blocks of the reduction a cache line of channels.
 double ProductExcess(const ConvProblem& problem, const XlaTerms& terms, const Gpu& gpu) {
   const bool pointwise = terms.form == kPointwise, wgrad = problem.op == Op::kWgrad;
   if (pointwise && !wgrad && terms.operands == k16Bit) return 1;  // cuBLAS has tiles of all widths
@@ -187,8 +204,9 @@ double ProductExcess(const ConvProblem& problem, const XlaTerms& terms, const Gp
   if (!pointwise && !wgrad) tiles = CeilDiv(tiles, gpu.sm_count) * gpu.sm_count;
   const double excess = std::sqrt(static_cast<double>(tiles * kTile * kTile) /
                                   (static_cast<double>(gemm_m) * static_cast<double>(gemm_n)));
+  if (!pointwise) return excess * NarrowExcess(problem);
   const int64_t narrow = std::min(gemm_m, gemm_n);
-  const bool between = pointwise && wgrad && terms.operands == kTf32;
+  const bool between = wgrad && terms.operands == kTf32;
   return between && narrow > kTile / 2 && narrow < kTile ? kBetweenTiles * excess : excess;
 }
 
