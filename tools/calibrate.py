@@ -21,7 +21,9 @@ predictions are off by ``UNCERTAIN``.
 
 The H200 has many rows. Another GPU has few, and the H200's parameters are a prior of its own: both
 fits add the squares of log(parameter / the H200's), in units of ``PRIOR``. What the H200's file
-does not fit, the exposed share and the forms without rows remain the H200's.
+does not fit, the exposed share and the forms without rows remain the H200's. A kernel's form that
+has too few rows for a line of the H200's begins with the nearest form's. All GPUs without its line,
+the H200 included, take the line that it gets.
 
 A plan may choose among tilings by its own predictions. The tool therefore fits, compiles and fits
 again until the file remains the same; with ``--program`` it fits once. ``calibration_errors.py``
@@ -84,8 +86,11 @@ STARTS = ((0.4, 0.7, 3.0), (0.7, 0.4, 7.0), (0.1, 0.1, 7.0), (0.9, 1.0, 1.0))
 
 # What a parameter of another GPU may differ from the H200's, in the logarithm, until that counts as
 # much as an error of ROBUST in a row of full weight. GPUs of one architecture have the same SMs, so
-# their shares of the rates are nearly the same.
-PRIOR = 0.1
+# their shares of the rates are nearly the same. PRIOR_OF_NEAREST: of a form that the H200's file
+# does not have, from those of the nearest form.
+PRIOR, PRIOR_OF_NEAREST = 0.06, 0.15
+# A form with fewer rows gets no line: the few may be of layers that are unlike others.
+LEAST_ROWS = 5
 
 # What is not fitted. The fixed time in forms with less than ROWS rows or without a row shorter than
 # SHORT_US, because long rows say nothing about it: it is UNFITTED_US, and XLA_US in most classes of
@@ -105,7 +110,7 @@ SPREAD = 1.5
 OWN_ROWS = 16
 GATHER, WGRAD = "fprop, dgrad", "wgrad"
 NEAREST: dict[Name, Name] = {
-    ("igemm_wmma", GATHER, "16-bit"): ("igemm_wmma", WGRAD, "tf32"),
+    ("igemm_wmma", GATHER, "16-bit"): ("igemm_wmma", GATHER, "tf32"),
     ("igemm_wmma", WGRAD, "16-bit"): ("igemm_wmma", WGRAD, "tf32"),
     ("igemm_wmma", GATHER, "3xtf32"): ("igemm_wmma", GATHER, "tf32"),
     ("igemm_simt", WGRAD, "fp32"): ("igemm_simt", GATHER, "fp32"),
@@ -258,6 +263,11 @@ class Prior:
 
     parameters: Mapping[Name, Parameters] = dataclasses.field(default_factory=dict)
     exposed: float | None = None
+    of_nearest: frozenset[Name] = frozenset()  # the forms with the parameters of the nearest form
+
+    def width(self, name: Name) -> float:
+        """The unit of the differences of a form's parameters."""
+        return PRIOR_OF_NEAREST if name in self.of_nearest else PRIOR
 
 
 NO_PRIOR = Prior()
@@ -265,7 +275,15 @@ NO_PRIOR = Prior()
 
 def prior_of(gpu: str) -> Prior:
     """What the fit of a GPU begins from."""
-    return NO_PRIOR if gpu == BASE else Prior(lines_of(BASE), exposed_of(BASE))
+    if gpu == BASE:
+        return NO_PRIOR
+    lines = lines_of(BASE)
+    near = {
+        name: lines[NEAREST[name]]
+        for name in NEAREST
+        if name not in lines and NEAREST[name] in lines and not is_xla(name)
+    }
+    return Prior(lines | near, exposed_of(BASE), frozenset(near))
 
 
 @dataclasses.dataclass
@@ -295,7 +313,8 @@ def unfitted(name: Name) -> float:
 def free_of(name: Name, rows: Rows | None, prior: Parameters | None = None) -> list[bool]:
     """Which of the three parameters are fitted: those of the prior, or what the rows determine."""
     if prior is not None:
-        return [True, prior[1] != 1, prior[2] != unfitted(name)]
+        enough = rows is not None and len(rows.measured) >= LEAST_ROWS
+        return [enough, enough and prior[1] != 1, enough and prior[2] != unfitted(name)]
     sm, dram = rows.terms[:, :DRAM].max(1), rows.terms[:, DRAM]
     varies = bool(dram.all()) and (sm / dram).max() > SPREAD * (sm / dram).min()
     return [True, bool(varies), fits_fixed(name, rows)]
@@ -306,9 +325,12 @@ def rounded(value: float) -> float:
     return float(f"{value:.3g}")
 
 
-def fit(name: Name, rows: Rows, exposed: float, prior: Parameters | None = None) -> Fit:
+def fit(name: Name, rows: Rows, exposed: float, begin: Prior = NO_PRIOR) -> Fit:
     """The parameters of a form by least squares."""
+    prior = begin.parameters.get(name)
     free = free_of(name, rows, prior)
+    if not any(free):
+        return Fit(prior, 0)
     low, high = np.log(np.array([SM_SHARE, DRAM_SHARE, FIXED_US]))[free].T
     given = np.log(np.array([1.0, 1.0, unfitted(name)]))
 
@@ -320,7 +342,7 @@ def fit(name: Name, rows: Rows, exposed: float, prior: Parameters | None = None)
     def residuals(logarithms: np.ndarray) -> np.ndarray:
         error = np.log(rows.predicted(parameters(logarithms), exposed) / rows.measured)
         robust = 2 * (np.sqrt(1 + (error / ROBUST) ** 2) - 1)
-        moved = [] if prior is None else (logarithms - np.log(prior)[free]) / PRIOR
+        moved = [] if prior is None else (logarithms - np.log(prior)[free]) / begin.width(name)
         return np.append(np.sqrt(rows.weight * robust), moved)
 
     starts = np.log(np.array(STARTS))[:, free]
@@ -336,10 +358,13 @@ def fit(name: Name, rows: Rows, exposed: float, prior: Parameters | None = None)
 
 def nearest(name: Name, forms: Forms, prior: Prior = NO_PRIOR) -> Name | None:
     """The form whose parameters a form takes, if it has too few rows for its own."""
-    if prior.parameters:
-        few = name not in prior.parameters
+    rows = len(forms[name].measured) if name in forms else 0
+    if not prior.parameters:
+        few = rows < OWN_ROWS
+    elif name in prior.of_nearest:
+        few = rows < LEAST_ROWS
     else:
-        few = name not in forms or len(forms[name].measured) < OWN_ROWS
+        few = name not in prior.parameters
     return NEAREST.get(name) if few else None
 
 
@@ -349,7 +374,7 @@ def fit_all(forms: Forms, exposed: float, prior: Prior = NO_PRIOR) -> dict[Name,
     for name in sorted({nearest(name, forms, prior) or name for name in forms}):
         before = prior.parameters.get(name)
         if name in forms:
-            fits[name] = fit(name, forms[name], exposed, before)
+            fits[name] = fit(name, forms[name], exposed, prior)
         elif before is not None:  # only forms that take its parameters have rows
             fits[name] = Fit(before, 0)
     return fits
@@ -369,10 +394,10 @@ class Choices:
     def __init__(self, forms: Forms, names: Sequence[Name], prior: Prior = NO_PRIOR):
         """``names``: the forms with parameters, in the order of the logarithms."""
         own = [nearest(name, forms, prior) or name for name in forms]
-        known = [name in prior.parameters for name in names]
+        weights = [name in prior.parameters and prior.width(name) ** -2 for name in names]
         before = [prior.parameters.get(name, (1.0, 1.0, 1.0)) for name in names]
         self.prior = np.log(before)
-        self.prior_weight = np.array(known)[:, None] / PRIOR**2
+        self.prior_weight = np.array(weights, float)[:, None]
         rows = list(forms.values())
         self.form = np.repeat([names.index(name) for name in own], [len(r.keys) for r in rows])
         self.problem, self.terms, self.measured, self.weight, self.allowed = (
@@ -533,9 +558,10 @@ SMALL_HEADER = """\
 // FORM(form, operations, operands, share of the SM's rates, share of the DRAM rate, fixed us)
 //   // measured rows; least, median and greatest predicted / measured
 //
-// A few rows move the parameters of {base}.def, the prior, as far as they agree about it. A form
-// without rows takes its line of {base}.def. So does what has no line here: the exposed share,
-// default fixed times, LIKE. A form with 0 rows serves others by LIKE that have rows.
+// A few rows move the parameters of {base}.def, the prior, as far as they agree about it; those of
+// the nearest form, where {base}.def has no line. Then this line serves all GPUs without their own.
+// What has no line here is that of {base}.def: forms with less than {least_rows} rows, the exposed
+// share, default fixed times, LIKE.
 """
 SMALL_FOOTER = "#undef FORM\n"
 
@@ -546,9 +572,11 @@ def calibration(program: pathlib.Path, gpu: str = BASE) -> str:
     exposed, fits = best_fit(forms, prior)
     table = measured_times.table_of(gpu)
     facts = "\n".join(f"// {name}: {value}" for name, value in measured_times.facts(table).items())
+    if gpu != BASE:
+        fits = {n: f for n, f in fits.items() if any(free_of(n, forms.get(n), f.parameters))}
     lines = [line(name, forms.get(name), found, exposed) for name, found in sorted(fits.items())]
     if gpu != BASE:
-        text = SMALL_HEADER.format(facts=facts, table=table.name, base=BASE)
+        text = SMALL_HEADER.format(facts=facts, table=table.name, base=BASE, least_rows=LEAST_ROWS)
         return "\n".join([text.rstrip("\n"), *lines, SMALL_FOOTER])
     text = HEADER.format(facts=facts, rows=ROWS, own_rows=OWN_ROWS, short=SHORT_US)
     text += f"EXPOSED({exposed:g})\nUNFITTED_US({UNFITTED_US:g})\nXLA_US({XLA_US:g})"

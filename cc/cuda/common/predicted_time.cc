@@ -38,10 +38,8 @@ struct FittedForm {
 constexpr FittedForm kForms[] = {
 #define FORM(...) {"h200", Line(__VA_ARGS__)},
 #include "cuda/calibration/h200.def"
-#if __has_include("cuda/calibration/h100.def")
 #define FORM(...) {"h100", Line(__VA_ARGS__)},
 #include "cuda/calibration/h100.def"
-#endif
 };
 
 // Forms with too few measured times, and the form whose parameters they take.
@@ -54,10 +52,11 @@ constexpr Like kLikes[] = {
 #include "cuda/calibration/h200.def"
 };
 
+// An empty `gpu`: of the first file that has the form.
 const FormTime* FittedFormTime(std::string_view gpu, std::string_view form,
                                std::string_view operations, std::string_view operands) {
   for (const FittedForm& line : kForms) {
-    if (line.gpu == gpu && line.time.form == form && line.time.operations == operations &&
+    if ((gpu.empty() || line.gpu == gpu) && line.time.form == form && line.time.operations == operations &&
         line.time.operands == operands) {
       return &line.time;
     }
@@ -95,7 +94,7 @@ std::string_view OperationsName(const ConvProblem& problem) {
 
 const FormTime* FindFormTime(std::string_view form, std::string_view operations,
                              std::string_view operands, const Gpu& gpu) {
-  for (const std::string_view file : {gpu.product, kScaled}) {
+  for (const std::string_view file : {gpu.product, kScaled, std::string_view()}) {
     if (const auto* found = FittedFormTime(file, form, operations, operands)) return found;
   }
   for (const Like& like : kLikes) {
