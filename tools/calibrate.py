@@ -97,6 +97,9 @@ NEAREST: dict[Name, Name] = {
     ("igemm_wmma", GATHER, "3xtf32"): ("igemm_wmma", GATHER, "tf32"),
     ("igemm_simt", WGRAD, "fp32"): ("igemm_simt", GATHER, "fp32"),
     ("depthwise", WGRAD, "16-bit"): ("depthwise tma", WGRAD, "16-bit"),
+    ("depthwise_int8", GATHER, "8-bit"): ("imma_few_channels", GATHER, "8-bit"),
+    ("depthwise walk", GATHER, "16-bit"): ("depthwise pairs", GATHER, "16-bit"),
+    ("depthwise walk", GATHER, "fp32"): ("depthwise pairs", GATHER, "16-bit"),
     ("block_diagonal rows", GATHER, "16-bit"): ("block_diagonal runs", GATHER, "16-bit"),
     **{
         (form, operations, operands): (form, operations, "16-bit")
