@@ -7,9 +7,9 @@ returns the positions, so each element of the gradient is a sum over the windows
 If only the pooling reads the relu of a normalised array, the call also normalises that array, and
 the activation is not stored.
 
-Average pooling stays the program's. XLA would compute a concatenation in front of it again for every
-element of every window, although its other readers need it in memory, so on a GPU a barrier separates
-them.
+Average pooling stays the program's. XLA would compute a concatenation in front of it again for
+every element of every window, although its other readers need it in memory, so on a GPU a barrier
+separates them.
 """
 
 from __future__ import annotations
