@@ -9,6 +9,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
@@ -17,6 +18,7 @@ from jaxprs import equations
 from training_programs import WAYS, batch_norm, conv, draw, gradient, mean_error, on_two_devices
 
 import jaxconv
+from jaxconv._src.fuse import fuse_convolution
 
 pytestmark = pytest.mark.usefixtures("for_a_gpu_on_the_cpu")
 
@@ -185,6 +187,11 @@ def silu(p, x):
     return conv(max_pool(jax.nn.silu(normalised(p, x))), p["v"])
 
 
+def where(p, x):
+    z = normalised(p, x)
+    return conv(max_pool(jnp.where(z > 0, z, 0)), p["v"])
+
+
 def frozen(p, x):
     q = {**p, "gain": lax.stop_gradient(p["gain"]), "offset": lax.stop_gradient(p["offset"])}
     wide = (conv(x, p["w"]).astype(jnp.float32) - q["offset"]) * q["gain"] + q["offset"]
@@ -196,6 +203,7 @@ OTHERS = {
     "a reader of the activation": (read_besides, (False, True, False, 1), (1, 1, 1)),
     "a shortcut": (shortcut, (False, True, False, 1), (1, 1, 1)),
     "silu": (silu, (False, True, False, 1), (1, 1, 1)),
+    "where": (where, (False, True, False, 1), (1, 1, 1)),
     "frozen vectors": (frozen, (True, True, True, 1), (1, 1, 0)),
 }
 
@@ -210,6 +218,36 @@ def test_other_readers_and_operands(name, way):
     x = X.astype(jnp.float32)
     expected = jax.jit(gradient(forward))(PARAMETERS, x)
     assert_gradients(jax.jit(WAYS[way](forward))(PARAMETERS, x), expected, 2e-3)
+
+
+@pytest.mark.parametrize("forward", [stem, where])
+def test_nan_is_what_the_program_makes_of_it(forward):
+    parameters = {**PARAMETERS, "gain": PARAMETERS["gain"].at[0].set(jnp.nan)}
+    expected = jax.jit(forward)(parameters, X.astype(jnp.float32))
+    actual = jax.jit(jaxconv.fuse(forward))(parameters, X.astype(jnp.float32))
+    np.testing.assert_array_equal(np.isnan(actual), np.isnan(expected))
+    assert np.isnan(expected).any() == (forward is stem)
+
+
+@pytest.mark.parametrize("for_cuda", [True, False])
+def test_a_concatenation_is_stored_before_its_average(for_cuda, monkeypatch):
+    monkeypatch.setattr(fuse_convolution, "for_cuda", lambda: for_cuda)
+
+    def block(p, x):
+        both = jnp.concatenate([activation(p, x), x], -1)
+        sums = lax.reduce_window(both, 0.0, lax.add, (1, 3, 3, 1), (1, 1, 1, 1), "SAME")
+        return (both[..., :8] * 2).sum(), sums
+
+    x = X.astype(jnp.float32)
+    jaxpr = jax.make_jaxpr(jaxconv.fuse(block))(PARAMETERS, x)
+    found = [e.primitive.name for e in equations(jaxpr)]
+    assert found.count("optimization_barrier") == for_cuda
+    expected = jax.jit(jax.grad(lambda *a: block(*a)[0]))(PARAMETERS, x)
+    actual = jax.jit(jax.grad(lambda *a: jaxconv.fuse(block)(*a)[0]))(PARAMETERS, x)
+    assert_gradients(actual, expected, 2e-3)
+    np.testing.assert_allclose(
+        jax.jit(jaxconv.fuse(block))(PARAMETERS, x)[1], block(PARAMETERS, x)[1], 1e-4, 1e-4
+    )
 
 
 def test_inference_has_no_places():

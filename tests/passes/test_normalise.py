@@ -30,6 +30,7 @@ SHAPE = 2, 3, 5, 8
 ACTIVATIONS = {
     "relu": jax.nn.relu,
     "relu6": jax.nn.relu6,
+    "where": lambda t: jnp.where(t > 0, t, 0),
     "maximum": lambda t: jnp.maximum(t, 0),
     "clip": lambda t: jnp.clip(t, 0, 6),
     "silu": jax.nn.silu,
@@ -56,8 +57,8 @@ def form_of(summands, activation=None, dtype=np.float32, shape=SHAPE, **others) 
     if activation is not None:
         function = ACTIVATIONS[activation]
         operand = ShapedArray(shape, np.dtype(dtype))
-        mask, named, _ = fuse_derivatives.known(function, operand)
-        written = Written(function, operand, mask=mask, named=named)
+        mask, named, contract = fuse_derivatives.known(function, operand)
+        written = Written(function, operand, contract, mask=mask, named=named)
     return Form(vectors, shortcut, written, np.dtype(dtype), **others)
 
 
@@ -326,6 +327,9 @@ CALLS = {
     ("a shortcut", "relu6"): Sums(2, 1, "bits", True, 0.0, 6.0),
     ("two arrays", "relu"): Sums(2, 2, "bits", True, 0.0, None),
     ("two arrays", None): Sums(2, 2, "none", True, None, None),
+    # The call with bits would keep NaN, for which the program has 0.
+    ("a shortcut", "where"): Sums(2, 1, "result", True, 0.0, None),
+    ("one array", "where"): Sums(2, 1, "affine", False, 0.0, None),
     # XLA masks the gradient; the call sums the stored gradient.
     ("a shortcut", "maximum"): Sums(1, 1, "none", False, None, None),
     ("a shortcut", "silu"): Sums(1, 1, "none", False, None, None),

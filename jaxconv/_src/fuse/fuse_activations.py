@@ -135,6 +135,11 @@ class Written:
     mask: fuse_derivatives.Mask | None = None
     named: tuple[str, float] | None = None
 
+    @property
+    def clips(self) -> bool:
+        """As in ``normalise.Activation``: where(y > 0, y, 0) does not, because it maps NaN to 0."""
+        return self.mask is not None and self.activation is not None
+
     def value(self, t: jax.Array) -> jax.Array:
         """The activation of t, elementwise; t has any shape and dtype."""
         return self._shaped(self._placed(t.astype(self.operand.dtype)))

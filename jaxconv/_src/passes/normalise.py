@@ -69,6 +69,10 @@ class Activation(Protocol):
     @property
     def activation(self) -> epilogue.Activation: ...
 
+    @property
+    def clips(self) -> bool:
+        """Whether its values are those of a clip to the mask's bounds that keeps NaN."""
+
     def value(self, t: jax.Array) -> jax.Array:
         """The function of t, computed as in the program."""
 
@@ -93,6 +97,8 @@ class Form:
         dtype: the dtype of z.
         copies: how often z is returned.
         stored: whether the arrays and the gradients of z are stored in any case.
+        twice: whether the backward pass computes the gradient of t once for its sums and once for
+            the arrays. XLA would store a gradient that both read, in float32.
         bits: whether the mask is a result, uint8 (..., C / 8).
     """
 
@@ -102,6 +108,7 @@ class Form:
     dtype: np.dtype
     copies: int = 1
     stored: bool = False
+    twice: bool = False
     bits: bool = False
 
     @property
@@ -122,7 +129,7 @@ class Form:
     def block_end(self) -> BlockEnd | None:
         """The call that computes z and the bits of a mask, or None."""
         act = self.activation
-        if act is None or act.mask is None or act.mask[0] != 0:
+        if act is None or not act.clips or act.mask is None or act.mask[0] != 0:
             return None
         return BlockEnd(self.arrays, act.mask[1]) if self.summands == 2 else None
 
@@ -412,7 +419,7 @@ def _backward(
         whose scales have tangents. Sums are (C,), or (N, C) if a vector is.
     """
 
-    def masked() -> jax.Array:
+    def masked(named: Mapping[str, jax.Array] = named) -> jax.Array:
         return _differentiated(named, functools.reduce(jnp.add, gradients), form, backwards=True)
 
     if not form.sums:
@@ -450,7 +457,13 @@ def _backward(
             found["offset"] = sums[..., 0, :]
             return next(iter(stored), result if result is not None else masked()), found
     result = masked() if result is None else result
-    wide = result.astype(np.float32)
+    of_sums = result
+    if form.form.twice:
+        names = [n for n in named if n.startswith("y")]
+        again = lax.optimization_barrier([named[n] for n in names])
+        named = {**named, **dict(zip(names, again, strict=True))}
+        of_sums = masked(named)
+    wide = of_sums.astype(np.float32)
     axes = tuple(range(1 if examples else 0, result.ndim - 1))
     found = {"offset": wide.sum(axes)}
     for i in summed:
