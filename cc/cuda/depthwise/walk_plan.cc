@@ -113,8 +113,8 @@ Status PlanWalk(const KernelDesc& kernel, const ConvProblem& problem, const Gpu&
     const double cycles =
         std::max(1.0, ctas / places + kLastTurn) *
         (kItemCycles + kStepCycles * (static_cast<double>(steps) + early * (turns - 1)));
-    const TimeTerms terms = {issued, cycles / gpu.cycles_per_us(), 0, moved,
-                             gpu.launch_us + kStartUs};
+    const double work = std::max(cycles / gpu.cycles_per_us(), issued);
+    const TimeTerms terms = {work, 0, 0, moved, gpu.launch_us + kStartUs};
     const double us = PredictedMicroseconds(terms, plan->form);
     if (us >= least) continue;
     least = us;
