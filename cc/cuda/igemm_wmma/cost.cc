@@ -8,9 +8,6 @@
 namespace jaxconv::igemm_wmma {
 namespace {
 
-// Per clock and SM (docs/notes/igemm_wmma.md). Measured: 127.7 bytes for shared memory alone, 43 to
-// 55 for tiles that many SMs read from L2 at about the same time.
-
 // Accumulators that pass through shared memory to the output, if not stored as 16 bytes. Fitted.
 constexpr double kUnalignedStoreBytesPerCycle = 10;
 // Shared memory that the runtime reserves for each CTA.
