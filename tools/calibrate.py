@@ -22,8 +22,8 @@ predictions are off by ``UNCERTAIN``.
 The H200 has many rows. Another GPU has few, and the H200's parameters are a prior of its own: both
 fits add the squares of log(parameter / the H200's), in units of ``PRIOR``. What the H200's file
 does not fit, the exposed share and the forms without rows remain the H200's. A kernel's form that
-has too few rows for a line of the H200's begins with the nearest form's. All GPUs without its line,
-the H200 included, take the line that it gets.
+has too few rows for a line of the H200's begins with the nearest form's. The line that it gets
+serves the H200 too if that has fewer rows of it, and all GPUs without a file.
 
 A plan may choose among tilings by its own predictions. The tool therefore fits, compiles and fits
 again until the file remains the same; with ``--program`` it fits once. ``calibration_errors.py``
@@ -115,6 +115,9 @@ NEAREST: dict[Name, Name] = {
     ("igemm_wmma", GATHER, "3xtf32"): ("igemm_wmma", GATHER, "tf32"),
     ("igemm_simt", WGRAD, "fp32"): ("igemm_simt", GATHER, "fp32"),
     ("depthwise", WGRAD, "16-bit"): ("depthwise tma", WGRAD, "16-bit"),
+    ("depthwise_int8", GATHER, "8-bit"): ("imma_few_channels", GATHER, "8-bit"),
+    ("depthwise walk", GATHER, "16-bit"): ("depthwise pairs", GATHER, "16-bit"),
+    ("depthwise walk", GATHER, "fp32"): ("depthwise pairs", GATHER, "16-bit"),
     ("block_diagonal rows", GATHER, "16-bit"): ("block_diagonal runs", GATHER, "16-bit"),
     **{
         (form, operations, operands): (form, operations, "16-bit")
@@ -224,6 +227,17 @@ def measured(gpu: str) -> list[tuple[str, dict[str, float]]]:
             key, kernel, us = line.split("\t")
             winograd[key][kernel] = float(us)
     return [*times.items(), *winograd.items()]
+
+
+def served(program: pathlib.Path, forms: Forms) -> set[Name]:
+    """The kernels' forms with so few rows of the H200 that another GPU's line serves it."""
+    found = set()
+    for gpu in calibrated()[1:]:
+        for name, rows in read(program, gpu).items():
+            mine = len(forms[name].measured) if name in forms else 0
+            if name in NEAREST and not is_xla(name) and mine < OWN_ROWS:
+                found |= {name} if len(rows.measured) >= max(LEAST_ROWS, mine + 1) else set()
+    return found
 
 
 def calibrated() -> list[str]:
@@ -559,7 +573,8 @@ SMALL_HEADER = """\
 //   // measured rows; least, median and greatest predicted / measured
 //
 // A few rows move the parameters of {base}.def, the prior, as far as they agree about it; those of
-// the nearest form, where {base}.def has no line. Then this line serves all GPUs without their own.
+// the nearest form, where {base}.def has no line. Where it has no LIKE either, this line serves the
+// {base} and all GPUs without a file.
 // What has no line here is that of {base}.def: forms with less than {least_rows} rows, the exposed
 // share, default fixed times, LIKE.
 """
@@ -569,6 +584,8 @@ SMALL_FOOTER = "#undef FORM\n"
 def calibration(program: pathlib.Path, gpu: str = BASE) -> str:
     """The text of the file of a GPU."""
     forms, prior = read(program, gpu), prior_of(gpu)
+    elsewhere = served(program, forms) if gpu == BASE else set()
+    forms = {name: rows for name, rows in forms.items() if name not in elsewhere}
     exposed, fits = best_fit(forms, prior)
     table = measured_times.table_of(gpu)
     facts = "\n".join(f"// {name}: {value}" for name, value in measured_times.facts(table).items())
@@ -580,7 +597,11 @@ def calibration(program: pathlib.Path, gpu: str = BASE) -> str:
         return "\n".join([text.rstrip("\n"), *lines, SMALL_FOOTER])
     text = HEADER.format(facts=facts, rows=ROWS, own_rows=OWN_ROWS, short=SHORT_US)
     text += f"EXPOSED({exposed:g})\nUNFITTED_US({UNFITTED_US:g})\nXLA_US({XLA_US:g})"
-    likes = [like(name, near) for name in NEAREST if (near := nearest(name, forms))]
+    likes = [
+        like(name, near)
+        for name in NEAREST
+        if name not in elsewhere and (near := nearest(name, forms))
+    ]
     return "\n".join([text, *lines, *likes, FOOTER])
 
 

@@ -180,7 +180,7 @@ Status RunMoments(const CudaContext& context, const MomentsArrays& arrays,
   int64_t parts;
   JAXCONV_RETURN_IF_ERROR(ReadRows(arrays.y, attributes, &rows));
   JAXCONV_RETURN_IF_ERROR(
-      CheckEach({{rows.PartsOf(arrays.moments.dimensions(), 2, &parts), true, {arrays.moments}}}));
+      CheckEach({{rows.PartsOf(arrays.moments.dimensions(), 3, &parts), true, {arrays.moments}}}));
   return LaunchMoments(rows.whole.dtype,
                        {rows.segments, rows.rows, rows.channels, parts, arrays.y.data(),
                         arrays.moments.data<float>()},

@@ -25,7 +25,7 @@ inline void RunMoments(const MomentsCase& c, PassTest& test) {
     y[at] =
         Rounded(c.dtype, y[at] + (at % c.channels % 3 - 1) * (c.dtype == DType::kF32 ? 1e4 : 99));
   }
-  const DeviceArray of_y(c.dtype, y), moments(DType::kF32, c.segments * c.parts * 2 * c.channels);
+  const DeviceArray of_y(c.dtype, y), moments(DType::kF32, c.segments * c.parts * 3 * c.channels);
   test.Launched(LaunchMoments(
       c.dtype, {c.segments, c.rows, c.channels, c.parts, of_y.data(), moments.as<float>()},
       nullptr));
@@ -33,7 +33,7 @@ inline void RunMoments(const MomentsCase& c, PassTest& test) {
       normalisation::RowsOfThread("moments", c.dtype) * ChannelThreads(c.channels).steps;
   const int64_t blocks = (c.rows + block - 1) / block;
   auto defined = [&] {
-    std::vector<double> expected(c.segments * c.parts * 2 * c.channels);
+    std::vector<double> expected(c.segments * c.parts * 3 * c.channels);
     for (int64_t out = 0; out < c.segments * c.parts * c.channels; ++out) {
       const int64_t k = out % c.channels, part = out / c.channels % c.parts;
       const int64_t segment = out / c.channels / c.parts;
@@ -42,11 +42,14 @@ inline void RunMoments(const MomentsCase& c, PassTest& test) {
         if ((blocks - 1 - row / block) % c.parts != part) continue;
         values.push_back(y[(segment * c.rows + row) * c.channels + k]);
       }
+      const int64_t pivot_row = (blocks - 1 - part) * block;
+      const double pivot = y[(segment * c.rows + pivot_row) * c.channels + k];
       double mean = 0, deviations = 0;
       for (const double value : values) mean += value / static_cast<double>(values.size());
       for (const double value : values) deviations += (value - mean) * (value - mean);
-      double* const moment = expected.data() + (segment * c.parts + part) * 2 * c.channels + k;
-      moment[0] = mean, moment[c.channels] = deviations;
+      double* const moment = expected.data() + (segment * c.parts + part) * 3 * c.channels + k;
+      moment[0] = pivot, moment[c.channels] = mean - pivot;
+      moment[2 * c.channels] = deviations;
     }
     return expected;
   };

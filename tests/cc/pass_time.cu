@@ -92,7 +92,7 @@ LaunchOnStream MomentsOf(const PassKey& key, const PassPlan& plan, Arrays* array
   p.parts = plan.parts;
   const DType dtype = key.dtype();
   p.y = arrays->Of(p.segments * p.rows * p.channels, dtype);
-  p.moments = static_cast<float*>(arrays->Of(p.segments * p.parts * 2 * p.channels, DType::kF32));
+  p.moments = static_cast<float*>(arrays->Of(p.segments * p.parts * 3 * p.channels, DType::kF32));
   return [=](void* stream) { return LaunchMoments(dtype, p, stream); };
 }
 

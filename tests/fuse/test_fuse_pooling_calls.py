@@ -18,6 +18,7 @@ from jaxprs import equations
 from training_programs import WAYS, batch_norm, conv, draw, gradient, mean_error, on_two_devices
 
 import jaxconv
+from jaxconv._src.fuse import fuse_convolution
 
 pytestmark = pytest.mark.usefixtures("for_a_gpu_on_the_cpu")
 
@@ -226,6 +227,27 @@ def test_nan_is_what_the_program_makes_of_it(forward):
     actual = jax.jit(jaxconv.fuse(forward))(parameters, X.astype(jnp.float32))
     np.testing.assert_array_equal(np.isnan(actual), np.isnan(expected))
     assert np.isnan(expected).any() == (forward is stem)
+
+
+@pytest.mark.parametrize("for_cuda", [True, False])
+def test_a_concatenation_is_stored_before_its_average(for_cuda, monkeypatch):
+    monkeypatch.setattr(fuse_convolution, "for_cuda", lambda: for_cuda)
+
+    def block(p, x):
+        both = jnp.concatenate([activation(p, x), x], -1)
+        sums = lax.reduce_window(both, 0.0, lax.add, (1, 3, 3, 1), (1, 1, 1, 1), "SAME")
+        return (both[..., :8] * 2).sum(), sums
+
+    x = X.astype(jnp.float32)
+    jaxpr = jax.make_jaxpr(jaxconv.fuse(block))(PARAMETERS, x)
+    found = [e.primitive.name for e in equations(jaxpr)]
+    assert found.count("optimization_barrier") == for_cuda
+    expected = jax.jit(jax.grad(lambda *a: block(*a)[0]))(PARAMETERS, x)
+    actual = jax.jit(jax.grad(lambda *a: jaxconv.fuse(block)(*a)[0]))(PARAMETERS, x)
+    assert_gradients(actual, expected, 2e-3)
+    np.testing.assert_allclose(
+        jax.jit(jaxconv.fuse(block))(PARAMETERS, x)[1], block(PARAMETERS, x)[1], 1e-4, 1e-4
+    )
 
 
 def test_inference_has_no_places():

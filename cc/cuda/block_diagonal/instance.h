@@ -41,13 +41,6 @@ struct Instance {
   int64_t strips() const { return kWarps / (channels() / (wgrad() ? 16 : block)); }
 };
 
-// Instructions of a warp beside products, for three TF32 products: splitting a fragment of A, twice
-// one of 8 columns of B (common/split_tf32.cuh); adding the four sums of a run to the float32 sums
-// if they are finite.
-inline constexpr double kSplitInstructions = 12, kPromoteInstructions = 10;
-// Cycles that a CTA waits at the barriers of an item and for the first operands after them.
-inline constexpr double kItemCycles = 800;
-
 // Refuses problems that no kernel of the family accepts.
 Status Check(const KernelDesc& kernel, const Instance& instance, const ConvProblem& problem);
 

@@ -76,16 +76,6 @@ namespace {
 
 constexpr int64_t kChunks = kTileBytes / 16;  // of a pixel
 
-// Issue slots of an instruction, waits for its operands included. Fitted.
-constexpr double kIssueSlots = 1.65;
-// Instructions of a warp, counted in the SASS for sm_90: one 16-byte chunk of a box or tile for
-// each lane; the positions and barriers of an item; a store of gather.cuh, and the work of wgrad
-// for 16 positions before their products; a tap; rounding a fragment of A of float32 to TF32.
-constexpr double kCopyInstructions = 15, kItemInstructions = 200, kTapInstructions = 3;
-constexpr double kPlaceInstructions = 14, kRoundInstructions = 4;
-// A single CTA on an SM (two warps on each scheduler) waits longer for each operand.
-constexpr double kAlone = 1.3;
-
 // As in CutIntoSlices.
 constexpr int64_t kMinItemsOfSlice = 4;
 
@@ -113,44 +103,24 @@ int64_t SharedBytes(const Instance& instance, const Params& params) {
   return std::max(stages + kPixelBytes + tables, sums * int64_t{sizeof(float)});
 }
 
-// The work of a warp for a tile and one depth tap (wgrad: one part).
-struct WarpWork {
-  double instructions, products;  // of m16n8k16
-};
-WarpWork WorkOfWarp(const Instance& instance, const Params& params) {
-  const double copies = static_cast<double>(StagePixels(instance, params) * kChunks) / kThreads;
+// Products of m16n8k16 of a warp for a tile and one depth tap (wgrad: one part).
+double ProductsOfWarp(const Instance& instance, const Params& params) {
   // Blocks of 16 positions in the longest strip.
   const auto blocks =
       static_cast<double>(CeilDiv(CeilDiv(params.tile_pixels, kMmaRows), instance.strips()));
   const auto columns = static_cast<double>(instance.block / kMmaColumns);
-  const double fixed = kItemInstructions + copies * kCopyInstructions;
-  // Instructions other than products: preparing A of a product and B of 8 columns; adding the sums
-  // of a run to the float32 sums.
-  const bool f32 = instance.element_bytes == 4;
   const auto products = static_cast<double>(ProductsOf(instance.three_tf32));
-  const double of_a = instance.three_tf32 ? kSplitInstructions : f32 ? kRoundInstructions : 0;
-  const double of_run = instance.three_tf32 ? kPromoteInstructions : 0;
   if (instance.wgrad()) {
     const auto taps = static_cast<double>(instance.rows *
                                           std::min<int64_t>(instance.columns, params.axis[2].taps));
-    // In float32 two products cover 16 positions, and A is read in two halves.
-    const double steps = f32 ? 2 : 1, reads = f32 ? 2 : 1;
-    return {fixed + blocks * (steps * (kPlaceInstructions + columns * of_a / 2) +
-                              taps * (steps * (1 + reads + of_a + products * columns) +
-                                      columns * of_run)),
-            blocks * taps * steps * products * columns};
+    // In float32 two products cover 16 positions.
+    const double steps = instance.element_bytes == kFloatBytes ? 2 : 1;
+    return blocks * taps * steps * products * columns;
   }
   const double taps = static_cast<double>(params.axis[1].taps) * params.axis[2].taps;
   const auto steps =
       static_cast<double>(instance.block) / static_cast<double>(instance.step_channels());
-  const double runs = std::max(1.0, steps / 2);
-  const double of_b = instance.three_tf32 ? columns * steps * of_a / 2 : 0;
-  return {
-      fixed +
-          taps * (kTapInstructions + of_b + steps * columns / 2 +
-                  blocks * (steps * (1 + of_a + products * columns) + runs * columns * of_run)) +
-          blocks * 2 * kPlaceInstructions,
-      blocks * taps * steps * products * columns};
+  return blocks * taps * steps * products * columns;
 }
 
 // Wavefronts of shared memory for the same work, in cycles of an SM.
@@ -180,18 +150,15 @@ double Wavefronts(const Instance& instance, const Params& params) {
 // each SM.
 TimeTerms TermsOfTile(const Instance& instance, const Params& params, int64_t ctas_of_sm,
                       const Gpu& gpu) {
-  const WarpWork work = WorkOfWarp(instance, params);
   const double alone = ctas_of_sm == 1 ? kAlone : 1;
   const double cycles = gpu.sm_count * gpu.cycles_per_us();
   TimeTerms terms;
-  terms.tensor_cores = (alone * work.products * kWarps * kProductsOfMma / gpu.mma_sync_per_clock +
-                        kItemCycles / static_cast<double>(ctas_of_sm)) /
-                       cycles;
-  const double issue = work.instructions * kIssueSlots * kWarps / kSchedulers;
+  terms.tensor_cores = alone * ProductsOfWarp(instance, params) * kWarps * kProductsOfMma /
+                       gpu.mma_sync_per_clock / cycles;
   // The boxes of neighbouring tiles overlap in L2.
   const double l2 = static_cast<double>(StagePixels(instance, params) * kChunks * kChunkBytes) /
                     (gpu.dram_bytes_per_us * kL2Rate);
-  terms.loads = std::max(l2, alone * std::max(issue, Wavefronts(instance, params)) / cycles);
+  terms.loads = std::max(l2, alone * Wavefronts(instance, params) / cycles);
   return terms;
 }
 

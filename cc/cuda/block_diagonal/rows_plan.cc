@@ -15,8 +15,6 @@ namespace {
 
 constexpr int64_t kHalo = 2;
 
-// Cycles of a warpgroup for a row in addition to its products.
-constexpr double kRowCycles = 500;
 constexpr int64_t kTaps = 3;  // of rows and of columns
 
 int64_t SharedBytes(const Instance& instance) {
@@ -101,10 +99,9 @@ Status MakeRowsPlan(const KernelDesc& kernel, const ConvProblem& problem, const 
   const double multiply = CyclesOfRow(instance);
   plan->terms.tensor_cores =
       rows * static_cast<double>(ctas_of_sm * kRowPairs) * multiply / gpu.cycles_per_us();
-  plan->terms.stores = rows * (multiply / 2 + kRowCycles) / gpu.cycles_per_us();
+  plan->terms.stores = rows * multiply / 2 / gpu.cycles_per_us();
   plan->terms.dram = DramBytes(instance, problem, gpu) / gpu.dram_bytes_per_us;
-  plan->terms.launch = gpu.launch_us + kStartCycles * static_cast<double>(instance.block) /
-                                           kMmaRows / gpu.cycles_per_us();
+  plan->terms.launch = gpu.launch_us;
   plan->form = FormTimeOf("block_diagonal rows", OperationsName(problem),
                           OperandsName(problem, /*tf32=*/true, instance.three_tf32), gpu);
   plan->microseconds = PredictedMicroseconds(plan->terms, plan->form);

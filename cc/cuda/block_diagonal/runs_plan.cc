@@ -16,10 +16,6 @@ constexpr int64_t kTaps = 3;        // of rows and of columns
 constexpr int64_t kWavefronts = 4;  // of ldmatrix
 constexpr int64_t kMaxBox = 256;    // pixels of a box along an axis
 
-// Instructions of a warp for an item other than products and their operands, and for a row of
-// results.
-constexpr double kItemInstructions = 120, kRowInstructions = 10;
-
 int64_t StageBytes(const Instance& instance, const Params& params) {
   const int64_t walked = instance.wgrad() ? params.tile_pixels : 0;
   const int64_t guard = instance.stride == 1 ? kRunGuardPixels : 0;
@@ -40,9 +36,8 @@ int64_t SharedBytes(const Instance& instance, const Params& params) {
   return std::max(kRunStages * stage + kRunPixelBytes + 2 * kRunStages * 8, sums);
 }
 
-// One tile on one of the GPU's SMs, divided by their number; `ctas_of_sm` CTAs on each SM.
-TimeTerms TermsOfTile(const Instance& instance, const Params& params, int64_t ctas_of_sm,
-                      const Gpu& gpu) {
+// One tile on one of the GPU's SMs, divided by their number.
+TimeTerms TermsOfTile(const Instance& instance, const Params& params, const Gpu& gpu) {
   const auto rows = static_cast<double>(instance.run_rows);
   const auto steps =
       static_cast<double>(instance.block) / static_cast<double>(instance.step_channels());
@@ -52,33 +47,17 @@ TimeTerms TermsOfTile(const Instance& instance, const Params& params, int64_t ct
       static_cast<double>(ProductsOf(instance.three_tf32) * kFloatBytes / instance.element_bytes);
   const double box_rows = instance.phases ? rows + 1 : instance.stride * (rows - 1) + kTaps;
   const auto sixteens = static_cast<double>(instance.block / kMmaRows);
-  // Reads of operands with kWavefronts each; wgrad in float32 has two instructions with two.
+  // Reads of operands.
   const double operands = instance.wgrad() ? kTaps * box_rows + rows * sixteens
                                            : steps * (kTaps * box_rows + kTaps * kTaps);
-  const double reads = instance.wgrad() && instance.element_bytes == kFloatBytes ? 2 : 1;
   const double stores = instance.wgrad() ? 0 : instance.phases ? 2 * 2 * rows : rows;
-  double split = 0;
-  if (instance.three_tf32 && instance.wgrad()) {
-    // 16 channels k of dy have as many words as a fragment of A; a run of products has two rows.
-    split = (kTaps * box_rows + rows * sixteens) * kSplitInstructions +
-            kTaps * kTaps * std::ceil(rows / 2) * 2 * sixteens * kPromoteInstructions;
-  } else if (instance.three_tf32) {
-    split = steps * kTaps *
-            (box_rows * kSplitInstructions + kTaps * kSplitInstructions / 2 +
-             (instance.phases ? 2 : 1) * rows * kPromoteInstructions);
-  }
-  const double issue =
-      (kItemInstructions + products + reads * operands + split + stores * kRowInstructions) *
-      kWarps / kSchedulers;
   const double pixels = params.box_pixels + params.tile_pixels;
   const double shared = pixels + kWarps * kWavefronts * (operands + stores);
   const double multiply = products * kWarps * kProductsOfMma / gpu.mma_sync_per_clock;
-  // wgrad has no barrier.
-  const double waits = instance.wgrad() ? 0 : kItemCycles / static_cast<double>(ctas_of_sm);
   const double cycles = gpu.sm_count * gpu.cycles_per_us();
   TimeTerms terms;
-  terms.tensor_cores = (multiply + waits) / cycles;
-  terms.loads = std::max(issue, shared) / cycles;
+  terms.tensor_cores = multiply / cycles;
+  terms.loads = shared / cycles;
   return terms;
 }
 
@@ -136,9 +115,8 @@ Status ShapeRuns(const Instance& instance, const Gpu& gpu, const FormTime& form,
         if (ctas == 0) break;
         const int64_t resident = gpu.sm_count * ctas;
         const int64_t items = CeilDiv(problem.n, images) * row_tiles * column_tiles * channel_tiles;
-        const double work =
-            PredictedMicroseconds(TermsOfTile(instance, shape, ctas, gpu), of_tile_time) *
-            static_cast<double>(CeilDiv(items, resident) * resident);
+        const double work = PredictedMicroseconds(TermsOfTile(instance, shape, gpu), of_tile_time) *
+                            static_cast<double>(CeilDiv(items, resident) * resident);
         if (work >= least) continue;
         least = work;
         best = shape;
@@ -199,7 +177,7 @@ Status MakeRunsPlan(const KernelDesc& kernel, const ConvProblem& problem, const 
   launch->out_dtype = problem.output_dtype();
   const int64_t ctas_of_sm = CtasOfSm(instance.ctas_per_sm, launch->shared_bytes, gpu);
   const int64_t resident = gpu.sm_count * ctas_of_sm;
-  double tiles, beside = kStartCycles / gpu.cycles_per_us();
+  double tiles, beside = 0;
   if (instance.wgrad()) {
     const int64_t parts = CeilDiv(params.channels, instance.channels()) * problem.batch;
     params.run_filters = static_cast<int32_t>(problem.batch);
@@ -208,15 +186,14 @@ Status MakeRunsPlan(const KernelDesc& kernel, const ConvProblem& problem, const 
     launch->out_elements = problem.w_elements();
     tiles = static_cast<double>(CeilDiv(params.items, plan->slices) *
                                 CeilDiv(launch->ctas, resident) * resident);
-    beside += gpu.launch_us +
-              2 * static_cast<double>(plan->workspace_bytes) / (gpu.dram_bytes_per_us * kL2Rate);
+    beside = gpu.launch_us +
+             2 * static_cast<double>(plan->workspace_bytes) / (gpu.dram_bytes_per_us * kL2Rate);
   } else {
     JAXCONV_RETURN_IF_ERROR(RequireOneSlice(slices));
     launch->ctas = ShareItems(resident, &params);
-    beside *= static_cast<double>(instance.block) / kMmaRows;
     tiles = static_cast<double>(CeilDiv(params.items, launch->ctas) * resident);
   }
-  plan->terms = TermsOfTile(instance, params, ctas_of_sm, gpu);
+  plan->terms = TermsOfTile(instance, params, gpu);
   plan->terms.tensor_cores *= tiles;
   plan->terms.loads *= tiles;
   plan->terms.dram = DramBytes(instance, problem, gpu) / gpu.dram_bytes_per_us;

@@ -13,10 +13,6 @@
 
 namespace jaxconv::block_diagonal {
 
-// Cycles from the start to the first product plus from the last product to the end; in fprop and
-// dgrad for each 16 channels of a block. Fitted.
-inline constexpr double kStartCycles = 3500;
-
 // Refuses problems that the kernels of 3x3 filters on sm_90 do not accept.
 Status CheckRuns(const Instance& instance, const ConvProblem& problem, const Params& params);
 

@@ -94,7 +94,7 @@ std::string_view OperationsName(const ConvProblem& problem) {
 
 const FormTime* FindFormTime(std::string_view form, std::string_view operations,
                              std::string_view operands, const Gpu& gpu) {
-  for (const std::string_view file : {gpu.product, kScaled, std::string_view()}) {
+  for (const std::string_view file : {gpu.product, kScaled}) {
     if (const auto* found = FittedFormTime(file, form, operations, operands)) return found;
   }
   for (const Like& like : kLikes) {
@@ -102,7 +102,7 @@ const FormTime* FindFormTime(std::string_view form, std::string_view operations,
       return FindFormTime(like.like_form, like.like_operations, like.like_operands, gpu);
     }
   }
-  return nullptr;
+  return FittedFormTime({}, form, operations, operands);
 }
 
 FormTime FormTimeOf(std::string_view form, std::string_view operations, std::string_view operands,

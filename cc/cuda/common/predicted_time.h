@@ -46,8 +46,8 @@ std::string_view OperandsName(const ConvProblem& problem, bool tf32, bool three_
 // "fprop, dgrad" or "wgrad".
 std::string_view OperationsName(const ConvProblem& problem);
 
-// The line of a form: of the GPU's own calibration, otherwise of the H200's or of another that has
-// the form; or the line of the form that LIKE names. Null if there is none.
+// The line of a form: of the GPU's own calibration, otherwise of the H200's; or the line of the form
+// that LIKE names; or the form's in any other calibration. Null if there is none.
 const FormTime* FindFormTime(std::string_view form, std::string_view operations,
                              std::string_view operands, const Gpu& gpu);
 

@@ -36,17 +36,17 @@ double PassMicroseconds(double bytes, const Gpu& gpu) {
 // transposed, takes 1.3 us more than dgrad of the same product.
 constexpr double kPassUs = 1;
 
-// The SM time of silu of one element in XLA's elementwise kernels, ns, which divide exactly: 0.14
-// to 0.26 of the activations that take as long in ours, gelu 0.41. Measured.
-constexpr double kActivationNs = 0.2;
+// silu of an element in XLA's elementwise kernels, which divide exactly, relative to ours. Measured:
+// 0.14 to 0.26 ns of an H200's SM for the activations that take as long in ours, gelu 0.41.
+constexpr double kExactDivision = 2;
 
 // What the activation adds to a pass that reads and writes the result: nothing while its bytes take
 // longer.
 double ActivationMicroseconds(const ConvProblem& problem, const Gpu& gpu) {
   const auto outputs = static_cast<double>(problem.y_elements());
   const auto width = static_cast<double>(ByteWidth(problem.output_dtype()));
-  const double computed =
-      outputs / gpu.sm_count * ActivationFactor(problem.epilogue.activation) * kActivationNs / 1000;
+  const double computed = outputs / gpu.sm_count * ActivationFactor(problem.epilogue.activation) *
+                          kExactDivision * EpilogueCost::kLoopCycles / gpu.cycles_per_us();
   return std::max(0.0, computed - PassMicroseconds(2 * width * outputs, gpu));
 }
 
@@ -73,11 +73,6 @@ double EpilogueMicroseconds(const ConvProblem& problem, const Gpu& gpu) {
 // XLA computes rank 3 in another layout: all tensors are moved this many more times. With 128
 // channels on 2x16x56x56 it is 7 to 8 in 16 bits, 5 to 7 in TF32.
 constexpr double kRank3Passes = 7;
-
-// cuBLAS splits a wgrad along the reduction if its tiles of half the width of kTile do not fill a
-// wave. It adds the float32 partial sums at this share of the DRAM rate: 140,000 results take 1 us
-// on an H200.
-constexpr double kReductionShare = 0.13;
 
 // --- classes
 // ---------------------------------------------------------------------------------------
@@ -184,11 +179,6 @@ double NarrowExcess(const ConvProblem& problem) {
          Padded(reduced, kLineBytes / ByteWidth(problem.lhs_dtype()));
 }
 
-// A TF32 wgrad with more channels than half a tile and less than a tile does not fit cuBLAS's small
-// tiles; cuDNN computes it, this many times slower: 384 -> 96 on 256x14x14 takes 50 us, 384 -> 64
-// takes 31.
-constexpr double kBetweenTiles = 1.6;
-
 // The outputs of whole tiles, and in dense fprop and dgrad of whole waves of them, relative to
 // those of the matrix product. Wgrad and cuBLAS fill the last wave with slices of the reduction.
 // Smaller tiles waste less and run slower: the square root is between both. cuDNN's have at least
@@ -204,10 +194,7 @@ double ProductExcess(const ConvProblem& problem, const XlaTerms& terms, const Gp
   if (!pointwise && !wgrad) tiles = CeilDiv(tiles, gpu.sm_count) * gpu.sm_count;
   const double excess = std::sqrt(static_cast<double>(tiles * kTile * kTile) /
                                   (static_cast<double>(gemm_m) * static_cast<double>(gemm_n)));
-  if (!pointwise) return excess * NarrowExcess(problem);
-  const int64_t narrow = std::min(gemm_m, gemm_n);
-  const bool between = wgrad && terms.operands == kTf32;
-  return between && narrow > kTile / 2 && narrow < kTile ? kBetweenTiles * excess : excess;
+  return pointwise ? excess : excess * NarrowExcess(problem);
 }
 
 // The FLOPs of a block of groups, relative to those of its groups.
@@ -269,11 +256,6 @@ void AddTerms(const ConvProblem& problem, const Gpu& gpu, XlaTerms* terms) {
       problem.filter_layout == FilterLayout::kRsck) {
     // cuBLAS reads the filter as (k, c): a kernel transposes it from (c, k).
     terms->time.launch += kPassUs + PassMicroseconds(2 * w, gpu);
-  }
-  constexpr int64_t kSmallTile = kTile / 2 * (kTile / 2);
-  if (pointwise && wgrad && tensor_cores && problem.w_elements() < gpu.sm_count * kSmallTile) {
-    const auto sums = static_cast<double>(ByteWidth(DType::kF32) * problem.w_elements());
-    terms->time.launch += sums / (kReductionShare * gpu.dram_bytes_per_us);
   }
   terms->time.tensor_cores = flops / FlopsPerUs(*terms, gpu);
   terms->time.dram = bytes / gpu.dram_bytes_per_us;

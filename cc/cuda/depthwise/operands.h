@@ -11,6 +11,10 @@
 
 namespace jaxconv::depthwise {
 
+// A warp's issue slots for an item, or for the setup of a CTA with one item, latencies included.
+// Fitted to the times of this family on an H200 (docs/notes/depthwise.md).
+inline constexpr double kItemSlots = 190;
+
 // Additional turns of the last CTAs of a resident slot over an even share: they rarely start
 // together.
 inline constexpr double kLastTurn = 0.5;

@@ -17,10 +17,9 @@ constexpr int64_t kMostBox = 256;
 constexpr int64_t kColumns = 16;    // of a warp
 constexpr int64_t kMostParts = 16;  // of an image's rows
 
-// Scheduler cycles for a product, for a row of pixels apart from its products, and for a CTA's
-// setup; a CTA's cycles until its first row, and for a row that waits for the previous one. Fitted
-// to 20 times of the kernel (docs/notes/depthwise.md).
-constexpr double kProductCycles = 7.2, kRowCycles = 11, kCtaCycles = 225;
+// Scheduler cycles for a product; a CTA's cycles until its first row, and for a row that waits for
+// the previous one. Fitted to 20 times of the kernel (docs/notes/depthwise.md).
+constexpr double kProductCycles = 7.2;
 constexpr double kStartCycles = 4190, kRowLatency = 363;
 
 Status Check(const KernelDesc& kernel, const PairsInstance& instance, const ConvProblem& problem) {
@@ -72,7 +71,7 @@ TimeTerms TermsOf(const PairsInstance& instance, const ConvProblem& problem, con
   const double products = static_cast<double>(rows.tile) * instance.filter_rows *
                           static_cast<double>(CeilDiv(int64_t{instance.filter_columns}, 2));
   const double work = items * instance.channel_blocks / (kSchedulers * gpu.sm_count) *
-                      (products * kProductCycles + pixel_rows * kRowCycles + kCtaCycles);
+                      (products * kProductCycles + kItemSlots);
   // Consecutive CTAs in a resident slot.
   const double turns = std::max(1.0, items / places + kLastTurn);
   const double chain = turns * (kStartCycles + pixel_rows * kRowLatency);

@@ -38,25 +38,23 @@ struct TmaInstance : Instance {
   }
 };
 
-// A warp's issue slots for an item and for 16 bytes of a box, latencies included. Fitted to the
-// times of this family on an H200 (docs/notes/depthwise.md).
-constexpr double kItemSlots = 190, kCopySlots = 42;
+// A warp's issue slots for 16 bytes of a box, latencies included. Fitted to the times of this family
+// on an H200 (docs/notes/depthwise.md).
+constexpr double kCopySlots = 42;
 // For the choice of a tile: a pixel of a box that TMA copies, relative to an output, which costs
-// about as much as one that threads copy; and tiles of a single CTA on an SM, whose waits nothing
-// hides.
-constexpr double kTmaPixel = 0.25, kAlone = 1.5;
+// about as much as one that threads copy.
+constexpr double kTmaPixel = 0.25;
 
 // The cost of tiles that hold a part of a pixel's channels: memory moves 64 bytes at a time and
-// caches lines of 128, which such tiles share. Parts of such lines are stored twice. Shares of the
-// store time where tiles begin elsewhere, and of the load time, measured with 96, 144 and 192
-// channels.
-constexpr double kUnalignedStored = 2, kSharedRead = 0.3;
+// caches lines of 128, which such tiles share. Parts of such lines are stored twice. The share of the
+// store time where tiles begin elsewhere, measured with 96, 144 and 192 channels.
+constexpr double kUnalignedStored = 2;
 struct SharedLines {
   double stored = 0, read = 0;
   SharedLines(int64_t tile_bytes, int64_t pixel_bytes) {
     if (pixel_bytes <= tile_bytes) return;
     stored = pixel_bytes % 64 == 0 ? PartOfLines(tile_bytes, pixel_bytes) : kUnalignedStored;
-    read = tile_bytes % kLineBytes == 0 ? 0 : kSharedRead;
+    read = tile_bytes % kLineBytes == 0 ? 0 : kWrittenExcess;
   }
 
  private:
@@ -138,8 +136,7 @@ int64_t SharedBytes(const Instance& instance, const Params& params, int64_t widt
 }
 
 // Shapes tiles of 8 blocks: side by side, below each other, in several images. It chooses the shape
-// with the least copies and computation that fits; a single CTA on an SM counts as 1.5 times
-// slower. Pixels that TMA copies cost the warps nothing.
+// with the least copies and computation that fits.
 Status ShapeTile(const Instance& instance, const ConvProblem& problem, int64_t width,
                  const Gpu& gpu, Params* params) {
   const bool wgrad = problem.op == Op::kWgrad;
@@ -305,26 +302,26 @@ using DirectTmaInstance = TmaInstance;
 using WgradInstance = Instance;
 using WgradTmaInstance = TmaInstance;
 
-// Cycles of an output: an epilogue with code of its own, in straight lines; in the loop for all
-// others the activation. Fitted to times of fused layers.
-constexpr double kInsideCycles = 0.06, kActivationCycles = 0.12;
-
+// An epilogue with code of its own takes straight lines; in the loop for all others so does the
+// activation.
 EpilogueCost EpilogueCostOf(const KernelDesc& kernel) {
   EpilogueCost cost;
   cost.of_products = true;
-  cost.activation = kActivationCycles;
+  cost.activation = EpilogueCost::kStraightCycles;
   if (kernel.plan == PlanPairs) {
-    cost.clamps = cost.swish = kInsideCycles;
+    cost.clamps = cost.swish = EpilogueCost::kStraightCycles;
   } else if (kernel.plan == PlanWalk) {
     // One copy of the code for all epilogues. A 5x5 filter leaves few registers, so a loop adds to
     // it.
     const bool small = static_cast<const WalkInstance*>(kernel.instance)->filter_rows == 3;
-    cost.terms = cost.clamps = kInsideCycles + (small ? 0 : EpilogueCost::kLoopCycles);
+    cost.terms = cost.clamps =
+        EpilogueCost::kStraightCycles + (small ? 0 : EpilogueCost::kLoopCycles);
     cost.activation = 0;
   } else if (kernel.plan == MakePlan) {
     const auto& instance = *static_cast<const Instance*>(kernel.instance);
     // StoreInside is compiled where registers allow it in addition to the other stores.
-    if ((instance.tma || instance.vec == 1) && !instance.any()) cost.clamps = kInsideCycles;
+    if ((instance.tma || instance.vec == 1) && !instance.any())
+      cost.clamps = EpilogueCost::kStraightCycles;
   }
   return cost;
 }

@@ -19,8 +19,8 @@ constexpr int64_t kIncompleteRows = kBandStep - 1;
 // Multiply-adds of one m64n256k16.
 constexpr int64_t kProducts = kWgmmaRows * 256 * kWgmmaReduced;
 // Fitted to seven times on an H200, for 5 and 3 blocks (docs/notes/depthwise.md). SM cycles for the
-// sums of 32 rows of a channel, for the load and store of a pixel, for a tile.
-constexpr double kSumCycles = 513, kPixelCycles = 7.6, kTileCycles = 4480;
+// load and store of a pixel, and for a tile.
+constexpr double kPixelCycles = 7.6, kTileCycles = 4480;
 
 Status Check(const KernelDesc& kernel, const ToeplitzWgmmaInstance& instance,
              const ConvProblem& problem, const ToeplitzWgmmaParams& params) {
@@ -102,16 +102,14 @@ int64_t ShapeTile(const ToeplitzWgmmaInstance& instance, int64_t products,
   return band_offset + band_bytes + kBandWarpgroups * 2 * kBandPassBytes;
 }
 
-// Cycles of an SM for a tile. The warpgroups share the tensor cores and shared memory, so the times
-// of products and sums add.
+// Cycles of an SM for a tile.
 double CyclesOfTile(const ToeplitzWgmmaInstance& instance, const ToeplitzWgmmaParams& params,
                     const Gpu& gpu) {
   const Axis &rows = params.axis[1], &columns = params.axis[2];
   const double read = static_cast<double>(std::min(rows.box, rows.in)) * columns.in;
   const double stored = static_cast<double>(rows.tile) * columns.out;
   const double product =
-      static_cast<double>(instance.chunks * instance.step_pairs * kProducts) / gpu.wgmma_per_clock +
-      kSumCycles;
+      static_cast<double>(instance.chunks * instance.step_pairs * kProducts) / gpu.wgmma_per_clock;
   return kTileCycles + kPixelCycles * (read + stored) / 2 +
          static_cast<double>(kBandChannels * params.products) * product;
 }

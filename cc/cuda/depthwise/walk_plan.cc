@@ -5,6 +5,7 @@
 #include <memory>
 #include <string>
 
+#include "cuda/common/predicted_time.h"
 #include "cuda/common/rates.h"
 #include "cuda/depthwise/operands.h"
 #include "cuda/depthwise/params.h"
@@ -18,11 +19,9 @@ constexpr int64_t kMostItems = int64_t{1} << 30;
 constexpr double kItemCycles = 2000, kStepCycles = 750;
 // Scheduler cycles for a warp's multiply-add, including its share of all other instructions.
 constexpr double kTapCycles = 3;
-// Shares of the DRAM rate for fprop, which mostly reads, and dgrad, which mostly writes, with parts
-// of one step; what dgrad loses with each doubling of a part (fprop half as much); the exponent of
-// the power sum that joins copies and instructions; additional launch time in microseconds.
-constexpr double kReadShare = 1.06, kWriteShare = 0.97, kLossOfDoubling = 0.03, kJoin = 4,
-                 kStart = 4;
+// What dgrad loses of the DRAM rate with each doubling of a part (fprop half as much); additional
+// launch time in microseconds.
+constexpr double kLossOfDoubling = 0.03, kStartUs = 4;
 
 Status Check(const KernelDesc& kernel, const WalkInstance& instance, const ConvProblem& problem,
              const Params& params) {
@@ -81,7 +80,7 @@ Status PlanWalk(const KernelDesc& kernel, const ConvProblem& problem, const Gpu&
   const double bytes = static_cast<double>(width) *
                            static_cast<double>(problem.x_elements() + problem.y_elements()) +
                        static_cast<double>(EpilogueBytes(problem));
-  const double copy = bytes / (gpu.dram_bytes_per_us * (spread == 1 ? kReadShare : kWriteShare));
+  const double copy = bytes / gpu.dram_bytes_per_us;
   // Multiply-adds of a thread's step: an output has all taps, in dgrad only those of its parity.
   // `instructions`: microseconds for this many steps of all threads.
   const double taps = static_cast<double>(instance.filter_rows * instance.filter_columns *
@@ -95,6 +94,8 @@ Status PlanWalk(const KernelDesc& kernel, const ConvProblem& problem, const Gpu&
   const double read =
       static_cast<double>(stride * stride) / static_cast<double>(stride * stride + spread * spread);
   const int64_t columns_of_outputs = problem.batch * problem.n * strips * chunks;
+  plan->form = FormTimeOf("depthwise walk", OperationsName(problem),
+                          OperandsName(problem, /*tf32=*/false, /*three_tf32=*/false), gpu);
   double least = HUGE_VAL;
   int64_t last = 0;
   for (int64_t parts = 1; parts <= all_steps; ++parts) {
@@ -113,9 +114,11 @@ Status PlanWalk(const KernelDesc& kernel, const ConvProblem& problem, const Gpu&
         std::max(1.0, ctas / places + kLastTurn) *
         (kItemCycles + kStepCycles * (static_cast<double>(steps) + early * (turns - 1)));
     const double work = std::max(cycles / gpu.cycles_per_us(), issued);
-    const double us = std::pow(std::pow(work, kJoin) + std::pow(moved, kJoin), 1 / kJoin);
+    const TimeTerms terms = {work, 0, 0, moved, gpu.launch_us + kStartUs};
+    const double us = PredictedMicroseconds(terms, plan->form);
     if (us >= least) continue;
     least = us;
+    plan->terms = terms;
     params.steps = static_cast<int32_t>(steps);
     params.parts = FastDivmod(CeilDiv(all_steps, steps));
     params.items = static_cast<int32_t>(items);
@@ -125,8 +128,7 @@ Status PlanWalk(const KernelDesc& kernel, const ConvProblem& problem, const Gpu&
   params.chunks = FastDivmod(chunks);
   params.strips = FastDivmod(strips);
   launch->out_dtype = problem.output_dtype();
-  // Its own rule joins the terms: all of the time counts as the launch's.
-  plan->terms.launch = plan->microseconds = gpu.launch_us + kStart + least;
+  plan->microseconds = least;
   plan->slices = 1;
   plan->kernel = &kernel;
   plan->params = std::move(launch);

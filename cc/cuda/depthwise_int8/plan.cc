@@ -6,6 +6,7 @@
 #include <string>
 
 #include "cuda/common/instances.h"
+#include "cuda/common/predicted_time.h"
 #include "cuda/common/rates.h"
 #include "cuda/depthwise_int8/params.h"
 
@@ -18,13 +19,8 @@ struct Instance {
   bool any() const { return stride == 0; }
 };
 
-// Shares of the DRAM rate and of issue slots. MobileNetV2's layers on an H200 take 0.97 to 1.04
-// times the predicted time at stride 1, and 1.2 to 1.42 times at stride 2.
-constexpr double kDramShare = 0.75, kIssueShare = 0.65;
-// A warp's instructions for 16 bytes of a box, for an item, to load and widen a lane's channels,
-// and to requantise them.
-constexpr double kCopyInstructions = 22, kItemInstructions = 250;
-constexpr double kLoadInstructions = 9, kRequantizeInstructions = 70;
+// A warp's instructions to load and widen a lane's channels.
+constexpr double kLoadInstructions = 9;
 // An integer multiply-add takes two issue slots.
 constexpr double kProductSlots = 2;
 
@@ -63,8 +59,8 @@ double Instructions(const Instance& instance, const Params& params) {
   const double loads =
       kLoadInstructions * (taps + (instance.any() ? taps * kStrip : window * steps));
   const double row = loads + taps * kStrip * kLaneChannels * kProductSlots;
-  return kItemInstructions + copies * kCopyInstructions + rows.taps * row +
-         kStrip * kRequantizeInstructions;
+  return copies * kCopyInstructions + rows.taps * row +
+         kStrip * kLaneChannels * kRequantizeInstructions;
 }
 
 Status ShapeTile(const Instance& instance, const Gpu& gpu, Params* params, int64_t* shared_bytes) {
@@ -124,13 +120,15 @@ Status MakePlan(const KernelDesc& kernel, const ConvProblem& problem, const Gpu&
   // Whole items on whole SMs.
   const int64_t ctas_of_sm = (launch->ctas + gpu.sm_count - 1) / gpu.sm_count;
   const auto items = static_cast<double>(params.items_of_cta + (params.longer_ctas > 0));
-  const double issue = static_cast<double>(ctas_of_sm) * items * (kThreads / kLanes) *
-                       Instructions(instance, params) * params.axis[0].taps /
-                       (kSchedulers * gpu.cycles_per_us() * kIssueShare);
+  const double slots = static_cast<double>(ctas_of_sm) * items * (kThreads / kLanes) *
+                       Instructions(instance, params) * params.axis[0].taps;
+  plan->terms.loads = slots / (kSchedulers * gpu.cycles_per_us());
+  plan->terms.dram = Int8Bytes(problem) / gpu.dram_bytes_per_us;
+  plan->terms.launch = gpu.launch_us;
+  plan->form = FormTimeOf("depthwise_int8", OperationsName(problem), "8-bit", gpu);
+  plan->microseconds = PredictedMicroseconds(plan->terms, plan->form);
   plan->kernel = &kernel;
   plan->slices = 1;
-  plan->microseconds =
-      gpu.launch_us + std::max(Int8Bytes(problem) / (gpu.dram_bytes_per_us * kDramShare), issue);
   plan->params = std::move(launch);
   return {};
 }

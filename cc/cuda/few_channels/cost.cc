@@ -3,30 +3,23 @@
 #include <algorithm>
 #include <cmath>
 
+#include "cuda/common/kernel.h"
 #include "cuda/common/rates.h"
 
 namespace jaxconv::few_channels {
 namespace {
 
-// Cycles of an SM, from a fit to 70 times of an H200 (docs/notes/few_channels.md); kFragmentCycles
-// is chosen to fit five rows of tests/cc/measured_times.tsv. A copy of 16 bytes of the halo by
-// cp.async; of a word through registers.
+// Cycles of an SM for a word of the halo that is copied through registers; chunks of 16 bytes come
+// from L2 by cp.async. Fitted (docs/notes/few_channels.md).
 constexpr int64_t kWordBytes = 4;
-constexpr double kChunkCycles = 0.48, kWordCycles = 0.84;
-// fprop: the stores of a tile of kTilePixels by vectors; wgrad: the fragments of a row of dw.
-constexpr double kStoreCycles = 375, kFragmentCycles = 4.6;
-// dgrad: a term of the sums of z for each output.
-constexpr double kSumCycles = 0.46;
-// A CTA prepares the filter and the places of dgrad and wgrad before its first tile. Only other CTAs
-// hide the latency of a tile: its copies, and in fprop each k-block's loads.
-constexpr double kFilterCycles = 6000, kTileLatency = 2900, kBlockLatency = 80;
+constexpr double kWordCycles = 1;
 constexpr int64_t kBlockBytes = 32;  // of a k-block in a row
 
 double CopyCycles(const Instance& instance, const Tiling& tiling) {
   const auto bytes = static_cast<double>(tiling.halo_elements * tiling.width);
   const bool float_words = tiling.width == kWordBytes && tiling.params.word_copies != 0;
   if (instance.by_chunks || (tiling.width == kWordBytes && !float_words)) {
-    return bytes / kChunkBytes * kChunkCycles;
+    return bytes / kTileL2BytesPerCycle;
   }
   return bytes / kWordBytes * kWordCycles;
 }
@@ -47,26 +40,23 @@ TileCycles CyclesOfTile(const Instance& instance, const ConvProblem& problem, co
     // The same warps copy, multiply and store.
     // Where K allows no vectors, an element takes as long as a vector.
     const int64_t stores = params.k_vector != 0 ? 1 : kChunkBytes / tiling.width;
-    tile.tensor_cores = k_blocks * extent * kTileChannels * reduced / rate +
-                        CopyCycles(instance, tiling) +
-                        extent / kTilePixels * static_cast<double>(stores) * kStoreCycles;
-    tile.latency = kTileLatency + kBlockLatency * k_blocks;
+    const double outputs = extent * kTileChannels;
+    tile.tensor_cores = k_blocks * outputs * reduced / rate + CopyCycles(instance, tiling) +
+                        outputs * static_cast<double>(stores * tiling.width) / kStoreBytesPerCycle;
   } else if (problem.op == Op::kDgrad) {
     const double rows = static_cast<double>(params.rows.filter) / params.rows.stride;
     // The warps that multiply also add up the terms of the outputs.
-    tile.tensor_cores =
-        rows * k_blocks * kDgradPixels * extent * reduced / rate +
-        static_cast<double>(params.tile_rows) * params.tile_columns * params.c * kSumCycles;
+    tile.tensor_cores = rows * k_blocks * kDgradPixels * extent * reduced / rate +
+                        static_cast<double>(params.tile_rows) * params.tile_columns * params.c *
+                            EpilogueCost::kLoopCycles;
     // dy from L2, a line for several k-blocks.
     tile.loads = static_cast<double>(tiling.halo_elements * tiling.width) *
                  std::ceil(k_blocks * kBlockBytes / kLineBytes) / kSharedBytesPerCycle;
-    tile.start = kFilterCycles;
-    tile.latency = kTileLatency;
   } else {
     tile.tensor_cores = extent * kTileChannels * kTilePixels / rate;
-    tile.loads = CopyCycles(instance, tiling) + extent * kFragmentCycles;
-    tile.start = kFilterCycles;
-    tile.latency = kTileLatency;
+    // For each row of dw, the fragments of all pixels are read from shared memory.
+    tile.loads = CopyCycles(instance, tiling) +
+                 extent * static_cast<double>(kTilePixels * kWordBytes) / kSharedBytesPerCycle;
   }
   return tile;
 }

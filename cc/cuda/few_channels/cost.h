@@ -41,11 +41,9 @@ struct Tiling {
   bool three_tf32 = false;
 };
 
-// Cycles of an SM for a tile, and what a CTA waits for.
+// Cycles of an SM for a tile.
 struct TileCycles {
-  double tensor_cores = 0, loads = 0, stores = 0;
-  double start = 0;    // of a CTA, for the filter or the tables
-  double latency = 0;  // of a tile, which the other CTAs of the SM hide
+  double tensor_cores = 0, loads = 0;
 };
 
 TileCycles CyclesOfTile(const Instance& instance, const ConvProblem& problem, const Tiling& tiling,

@@ -96,9 +96,6 @@ void SpreadPixels(bool wgrad, Tiling* tiling) {
   }
 }
 
-// Elements of x that cost about as much as a pixel of y.
-constexpr double kElementsOfPixel = 16;
-
 // fprop and wgrad: the shape of a tile of `pixels` pixels with the fewest copies in total.
 Status ShapeTile(const ConvProblem& problem, int64_t pixels, bool by_chunks, Tiling* tiling) {
   Params& params = tiling->params;
@@ -114,9 +111,7 @@ Status ShapeTile(const ConvProblem& problem, int64_t pixels, bool by_chunks, Til
     const int64_t down = CeilDiv(params.rows.out, rows);
     const int64_t across = CeilDiv(params.columns.out, columns);
     const int64_t elements = halo_rows * halo_columns * problem.c;
-    const double work =
-        static_cast<double>(down * across) *
-        (static_cast<double>(elements) + static_cast<double>(pixels) * kElementsOfPixel);
+    const double work = static_cast<double>(down * across) * static_cast<double>(elements);
     if (work >= least) continue;
     least = work;
     params.log2_across = log2_across;
@@ -407,7 +402,7 @@ TimeTerms TermsOf(const Instance& instance, const ConvProblem& problem, const Gp
   const double rounds = static_cast<double>(CeilDiv(tiling.params.tiles, ctas) * waves);
   // Tiles of all CTAs of an SM; one CTA alone does not hide the latency of a tile.
   const double tiles = rounds * static_cast<double>(active);
-  const double waits = active > 1 ? 0 : rounds * tile.latency;
+  const double waits = active > 1 ? 0 : rounds * kTileLatency;
   const double bytes =
       static_cast<double>(tiling.width) *
           static_cast<double>(problem.x_elements() + problem.w_elements() + problem.y_elements()) +
@@ -415,9 +410,8 @@ TimeTerms TermsOf(const Instance& instance, const ConvProblem& problem, const Gp
   TimeTerms terms;
   terms.tensor_cores = (tiles * tile.tensor_cores + waits) / gpu.cycles_per_us();
   terms.loads = tiles * tile.loads / gpu.cycles_per_us();
-  terms.stores = tiles * tile.stores / gpu.cycles_per_us();
   terms.dram = bytes / gpu.dram_bytes_per_us;
-  terms.launch = gpu.launch_us + tile.start / gpu.cycles_per_us();
+  terms.launch = gpu.launch_us;
   if (problem.op == Op::kWgrad) {
     terms.launch +=
         gpu.launch_us + 2 * static_cast<double>(WorkspaceBytes(problem, ctas)) /
@@ -468,10 +462,10 @@ Status MakePlan(const KernelDesc& kernel, const ConvProblem& asked, const Gpu& g
   return {};
 }
 
-// SM cycles of an output: a clamp, silu in float32. Fitted to fused stems. In the rows forms scale,
-// bias and a clamp hide behind the next row's loads: 3x3/2 with relu6 on 256 images takes 113.4 us,
-// without 110.7.
-constexpr double kClampCycles = 0.06, kWideSiluCycles = 1;
+// SM cycles of an output for silu in float32. Fitted to fused stems. In the rows forms scale, bias and
+// a clamp hide behind the next row's loads: 3x3/2 with relu6 on 256 images takes 113.4 us, without
+// 110.7.
+constexpr double kWideSiluCycles = 1;
 
 PlanFunction PlanOf(const Instance&) { return MakePlan; }
 PlanFunction PlanOf(const RowsInstance&) { return PlanRows; }
@@ -541,7 +535,7 @@ std::vector<KernelDesc> Kernels() {
   for (KernelDesc& kernel : all) {
     EpilogueCost& cost = kernel.epilogue_cost;
     cost.of_products = kernel.plan != PlanRows;
-    cost.clamps = kClampCycles;
+    cost.clamps = EpilogueCost::kStraightCycles;
     if (ByteWidth(kernel.dtype) == kFloatBytes) cost.activation = kWideSiluCycles;
     if (kernel.plan == PlanRows) cost.clamps = 0, cost.swish = EpilogueCost::kLoopCycles;
     if (kernel.plan != MakePlan) continue;

@@ -12,11 +12,9 @@ namespace jaxconv::few_channels {
 namespace {
 
 constexpr int64_t kMaxGridY = 65535;
-// Cycles of an SM, chosen to fit the five rows of tests/cc/measured_times.tsv and the samples of
-// docs/notes/few_channels.md. The producers, for a row of x or for a pair; the sums of z of a pair
-// of rows, and with columns outside dy, which are set to zero.
-constexpr double kProducerCycles = 600;
-constexpr double kSumCycles = 1300, kStripSumCycles = 1700;
+// Cycles of an SM for a row of x that passes through registers: that producers copy, whose sums of z
+// are added and stored, or that is spread. Fitted (docs/notes/few_channels.md).
+constexpr double kRowCycles = 600;
 
 int64_t FloorDiv(int64_t a, int64_t b) { return a >= 0 ? a / b : -CeilDiv(-a, b); }
 
@@ -129,7 +127,7 @@ Status PlanRowPairs(const KernelDesc& kernel, const ConvProblem& problem, const 
   TimeTerms of_row;
   const double products = static_cast<double>(instance.filter_rows + 1) * 2;
   of_row.tensor_cores = products * ProductCycles(kRowPixels, gpu);
-  of_row.stores = strips > 1 ? kStripSumCycles : kSumCycles;
+  of_row.stores = 2 * kRowCycles;
   JAXCONV_RETURN_IF_ERROR(Finish(problem, gpu, 1, of_row, params.get(), plan));
   plan->kernel = &kernel;
   plan->params = std::move(params);
@@ -174,7 +172,7 @@ Status PlanRows(const KernelDesc& kernel, const ConvProblem& problem, const Gpu&
   const int64_t products = instance.filter_rows * ((instance.filter_columns + 3) / 4);
   TimeTerms of_row;
   of_row.tensor_cores = static_cast<double>(products) * ProductCycles(instance.pixels(), gpu);
-  of_row.loads = kProducerCycles * static_cast<double>(instance.stride) / 2;
+  of_row.loads = kRowCycles * static_cast<double>(instance.stride) / 2;
   JAXCONV_RETURN_IF_ERROR(Finish(problem, gpu, parts, of_row, params.get(), plan));
   plan->kernel = &kernel;
   plan->params = std::move(params);
@@ -267,13 +265,10 @@ Status PlanRowWindows(const KernelDesc& kernel, const ConvProblem& problem, cons
       pixels * 128 * instance.gradient_rows * instance.consumers +
       group_bytes * (RowWindowsInstance::kGroups + instance.window_groups() - 1) +
       int64_t{params->raw_group_bytes} * RowWindowsInstance::kRawGroups + kBeyondBytes;
-  // A row of y: its products at this share of the rate, or the latency of spreading a group of rows
-  // of x, measured with 64 pixels (docs/notes/few_channels.md).
-  constexpr double kRowShare = 0.75, kSpreadCycles = 500;
+  // A row of y: its products, or the latency of spreading a group of rows of x.
   const int64_t product = std::max(instance.columns() / 2, 16 + instance.columns() / 4);
   TimeTerms of_row;
-  of_row.tensor_cores =
-      std::max(static_cast<double>(pixels / kWgmmaReduced * product) / kRowShare, kSpreadCycles);
+  of_row.tensor_cores = std::max(static_cast<double>(pixels / kWgmmaReduced * product), kRowCycles);
   JAXCONV_RETURN_IF_ERROR(Finish(problem, gpu, parts, of_row, params.get(), plan));
   if (slices < 0 || slices > params->units) {
     return Status::InvalidArgument("slices: expected 1 to " + std::to_string(params->units) +

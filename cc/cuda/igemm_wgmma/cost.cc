@@ -22,9 +22,9 @@ constexpr double kSharedRowShare = 0.75;
 // L2. Rows of 128 bytes at which the cost doubles. Measured: 144 to 24 channels on 256 images of
 // 56x56 take 208 us by tiles of 128 columns, whose rows and bytes alone would take 75.
 constexpr double kFewRows = 215;
-// The producer thread, for a copy beside the first of a k-block; in TF32 wgrad without taps.
-// Fitted.
-constexpr double kCopyCycles = 180, kMatrixCopyCycles = 120;
+// The producer thread, for a copy beside the first of a k-block. Fitted; TF32 wgrad without taps
+// never waits for it, as its rows take longer.
+constexpr double kCopyCycles = 180;
 // Between two tiles of a CTA: decoding the tile, filling the first registers. Fitted.
 constexpr double kTileCycles = 300;
 // Tensor-core time of tiles of 64 columns, which read a row of A for only 64 products. Fitted. By
@@ -36,12 +36,9 @@ constexpr double kNarrowMmaSyncExcess = 2.2, kNarrowMatrixExcess = 1.4;
 // Measured.
 constexpr double kDynamicShare = 0.94;
 
-// Clusters, for each CTA on an SM: the latency of a load divided by the stages of the ring; the
-// store; the exchange of partial sums through distributed shared memory. Two CTAs share an SM.
-// Fitted to 270 times of ResNet-50 at batch 1 to 16.
-constexpr double kClusterLoadCycles = 281, kClusterStoreCycles = 1070;
-constexpr double kClusterExchangeCycles = 2360;
-constexpr double kClusterCtasPerSm = 2;
+// Clusters, for each CTA on an SM: the store; the exchange of partial sums through distributed
+// shared memory. Fitted to 270 times of ResNet-50 at batch 1 to 16.
+constexpr double kClusterStoreCycles = 1070, kClusterExchangeCycles = 2360;
 // The launch, beside the fixed time of the persistent forms: a part of it overlaps the kernel in
 // front, and the cluster form sets up less.
 constexpr double kClusterLaunchUs = -0.8;
@@ -90,7 +87,6 @@ TimeTerms ClusterTerms(const Instance& instance, const Traffic& traffic, const G
   const double sms = gpu.sm_count * (slices > 2 ? kClusterSmShare : 1);
   const auto ctas = static_cast<double>(geometry.tiles * slices);
   const double ctas_of_sm = std::ceil(ctas / sms);
-  const double waves = std::ceil(ctas / (kClusterCtasPerSm * sms));
   const double rows =
       static_cast<double>(instance.tile_m) * RowCycles(traffic.pitch_a) +
       static_cast<double>(instance.tile_n) * kSharedRowShare * RowCycles(traffic.pitch_b);
@@ -98,8 +94,7 @@ TimeTerms ClusterTerms(const Instance& instance, const Traffic& traffic, const G
   const double epilogue =
       static_cast<double>(instance.tile_m * instance.tile_n) * work.epilogue_cycles;
   TimeTerms terms;
-  terms.loads = Parts(geometry, slices) * std::max(waves * kClusterLoadCycles, ctas_of_sm * rows) /
-                gpu.cycles_per_us();
+  terms.loads = Parts(geometry, slices) * ctas_of_sm * rows / gpu.cycles_per_us();
   terms.launch = kClusterLaunchUs +
                  ctas_of_sm * (kClusterStoreCycles + exchange + epilogue) / gpu.cycles_per_us() +
                  traffic.tensors / gpu.dram_bytes_per_us;
@@ -151,23 +146,24 @@ TimeTerms TermsOf(const Instance& instance, const ConvProblem& problem, const Ge
   const double tensor = products + transposed;
   const double few = traffic.filter > 0 ? 1 + kFewRows * kLineBytes / traffic.filter : 1;
   const double rows_a = tile_m / (taps_per_load * (wgrad_filter_row ? kWgradRowTaps : 1));
+  // wgrad's rows of x are channels, of which a tile of a 1x1 layer has as many as the layer.
+  const int64_t block = KBlockElements(problem.lhs_dtype());
+  const auto channels = static_cast<double>(CeilDiv(params.row_channels, block) * block);
+  const double loaded_a = wgrad && params.rank == 0 ? std::min(rows_a, channels) : rows_a;
   const double rows =
-      rows_a * RowCycles(traffic.pitch_a) * (n_tiles > 1 ? kSharedRowShare : 1) +
+      loaded_a * RowCycles(traffic.pitch_a) * (n_tiles > 1 ? kSharedRowShare : 1) +
       (stationary ? 0 : filters * columns * few * kSharedRowShare * RowCycles(traffic.pitch_b));
   // One box of B for every 64 columns, but a single box of dy in TF32 wgrad (in filter-row one for
-  // every 32); wgrad also loads one box of x for every channel block of the tile, or in TF32 all
-  // blocks of a 1x1 layer by one copy (LoadsAllRows in wgrad_boxes_sm90.cuh).
+  // every 32); wgrad also loads one box of x for every channel block of the tile.
   double copies = stationary                 ? 0
                   : wgrad_filter_row && tf32 ? 2 * boxes
                   : wgrad && tf32            ? 1
                                              : filters * boxes;
   if (wgrad && (tf32 || !wgrad_filter_row)) {
-    const int64_t block = KBlockElements(problem.lhs_dtype());
-    const bool all_rows = tf32 && params.rank == 0 && params.row_channels % block == 0;
-    copies += (all_rows ? 1 : rows_a / static_cast<double>(block)) - 1;
+    copies += rows_a / static_cast<double>(block) - 1;
   }
-  const double copy = wgrad && tf32 && params.rank == 0 ? kMatrixCopyCycles : kCopyCycles;
-  const double issue = copy * copies / geometry.taps_per_stage;
+  const bool matrix = wgrad && tf32 && params.rank == 0;
+  const double issue = matrix ? 0 : kCopyCycles * copies / geometry.taps_per_stage;
   const double finished =
       work.clamps ? tile_n : static_cast<double>(params.gemm_n) / static_cast<double>(n_tiles);
   // A single column tile stores only the columns that exist.

@@ -32,11 +32,11 @@ constexpr int64_t kDynamicTileBytes = 32 * 1024;
 constexpr int64_t kConsumers = 2;
 
 // Cycles of a consumer for the statistics of an output, without the merging kernel: where the form
-// hides a part of them, and elsewhere. Hidden are those of reductions of at least kLongSum, of
-// weight-stationary forms, and of pointwise swap-AB, which TMA stores. In other swap-AB forms they
-// take as long as a loop over the outputs. Fitted to few times.
+// hides a part of them, as long as an epilogue in straight lines; in other swap-AB forms as one in a
+// loop; and elsewhere. Hidden are those of reductions of at least kLongSum, of weight-stationary
+// forms, and of pointwise swap-AB, which TMA stores. Fitted to few times.
 constexpr int64_t kLongSum = 1024;
-constexpr double kHiddenStatistics = 0.1, kStatistics = 0.26;
+constexpr double kStatistics = 0.26;
 
 // The line of each form of kernels.def, from its arguments. Those of the pipeline (stages, staging,
 // filter slots) matter to the device kernel alone.
@@ -122,11 +122,11 @@ bool HasStatistics(const KernelDesc& kernel) {
 
 double StatisticsCycles(const Instance& instance, const ConvProblem& problem) {
   if (instance.Is(kSwapAb)) {
-    return instance.Is(kPointwise) ? kHiddenStatistics : EpilogueCost::kLoopCycles;
+    return instance.Is(kPointwise) ? EpilogueCost::kStraightCycles : EpilogueCost::kLoopCycles;
   }
   const bool hidden =
       instance.WeightStationary() || problem.taps() * problem.c_per_group() >= kLongSum;
-  return hidden ? kHiddenStatistics : kStatistics;
+  return hidden ? EpilogueCost::kStraightCycles : kStatistics;
 }
 
 int64_t PartialBytes(const Instance& instance, const Geometry& geometry, int64_t slices) {
@@ -300,15 +300,14 @@ Status PlanIgemmWgmma(const KernelDesc& kernel, const ConvProblem& asked, const 
   return {};
 }
 
-// Cycles of a consumer for an output. Scale, bias and a clamp: on the fragments of 16-bit results,
-// the same behind slots (slot_store_sm90.cuh), and of float32 results. Other activations of 16-bit
-// results take a loop (kLoopCycles), and silu in it as long again. A residual, whose latency is
-// exposed but behind slots. Silu takes twice as much in float32 and where nothing hides it: 192
+// Cycles of a consumer for an output. Scale, bias and a clamp on the fragments of 16-bit results;
+// behind slots (slot_store_sm90.cuh) they take straight lines. Those of float32 results take as long
+// as a loop over twice as many outputs. Other activations of 16-bit results take a loop, and silu in
+// it as long again. So does a residual, whose latency is exposed but behind slots. Silu takes twice as much in float32 and where nothing hides it: 192
 // accumulators leave few registers, and with a stationary filter the main loop is too short. So
 // does a residual with 192 accumulators, which leave no registers to load ahead, and in swap-AB,
 // whose warps synchronise twice for 32 pixels. Fitted to 300 times of fused layers.
-constexpr double kClampCycles = 0.14, kSlotClampCycles = 0.09, kWideCycles = 0.48;
-constexpr double kResidualCycles = 0.3;
+constexpr double kClampCycles = 0.14;
 
 EpilogueCost EpilogueCostOf(const KernelDesc& kernel) {
   const auto& instance = *static_cast<const Instance*>(kernel.instance);
@@ -318,10 +317,10 @@ EpilogueCost EpilogueCostOf(const KernelDesc& kernel) {
   const bool slots = instance.Is(kPointwise) && !instance.Is(kSwapAb);
   const bool full = !wide && instance.tile_m == 192;
   const bool exposed = full || (slots && instance.WeightStationary());
-  cost.clamps = wide ? kWideCycles : slots ? kSlotClampCycles : kClampCycles;
-  if (wide) cost.terms = kWideCycles;
+  if (wide) cost.terms = 2 * EpilogueCost::kLoopCycles;
+  cost.clamps = wide ? cost.terms : slots ? EpilogueCost::kStraightCycles : kClampCycles;
   cost.activation = EpilogueCost::kLoopCycles * (wide || exposed ? 2 : 1);
-  cost.residual = slots ? 0 : kResidualCycles * (full || instance.Is(kSwapAb) ? 2 : 1);
+  cost.residual = slots ? 0 : EpilogueCost::kLoopCycles * (full || instance.Is(kSwapAb) ? 2 : 1);
   return cost;
 }
 

@@ -8,14 +8,6 @@
 namespace jaxconv::igemm_wmma {
 namespace {
 
-// Per clock and SM (docs/notes/igemm_wmma.md). Measured: 127.7 bytes for shared memory alone, 43 to
-// 55 for tiles that many SMs read from L2 at about the same time. A warp's copy of one chunk a
-// lane: addresses, masks and cp.async. Instances that copy 4 and 8 bytes at a time reach 0.27 and
-// 0.5 of the tensor cores' rate.
-constexpr double kCopyCycles = 8;
-// Cycles to fill the pipeline: to decode the tile's rows, and one DRAM latency. Resident CTAs hide
-// each other's. Fitted.
-constexpr double kPrologueCycles = 4000;
 // Accumulators that pass through shared memory to the output, if not stored as 16 bytes. Fitted.
 constexpr double kUnalignedStoreBytesPerCycle = 10;
 // Shared memory that the runtime reserves for each CTA.
@@ -42,7 +34,7 @@ TimeTerms TermsOf(const TileCost& tile, const TiledWork& work, const Gpu& gpu) {
                         (static_cast<double>(tile.tile_m) / work.a_copy_bytes +
                          static_cast<double>(tile.tile_n) / work.b_copy_bytes);
   const double load = std::max({(fill + fragments) / kSharedBytesPerCycle,
-                                fill / kTileL2BytesPerCycle, copies * kCopyCycles});
+                                fill / kTileL2BytesPerCycle, copies * kWarpCopyCycles});
   const double store = static_cast<double>(tile.tile_m * tile.tile_n * kFloatBytes) /
                        (work.unaligned_output ? kUnalignedStoreBytesPerCycle : kStoreBytesPerCycle);
   // The busiest SM. Its last CTAs are too few to hide all loads and barriers: their throughput is
@@ -51,8 +43,7 @@ TimeTerms TermsOf(const TileCost& tile, const TiledWork& work, const Gpu& gpu) {
   const double last = std::fmod(per_sm, resident);
   const double k_blocks = (per_sm - last + std::sqrt(last * resident)) * work.blocks;
   TimeTerms terms;
-  terms.tensor_cores =
-      (k_blocks * tensor + per_sm * kPrologueCycles / resident) / gpu.cycles_per_us();
+  terms.tensor_cores = (k_blocks * tensor + per_sm * kTileLatency / resident) / gpu.cycles_per_us();
   terms.loads = k_blocks * load / gpu.cycles_per_us();
   terms.stores = per_sm * store / gpu.cycles_per_us();
   terms.dram = work.dram_bytes / gpu.dram_bytes_per_us;

@@ -82,22 +82,20 @@ int64_t ShapeTile(const ConvProblem& problem, int64_t tile_rows, Params* params)
   return kTermsBytes + 2 * halo_rows * CeilDiv(pixels, kCopyPixels) * 16;
 }
 
-// Issue slots, counted in the compiled code: of a row of taps (loads, their addresses, products),
-// of a block, an output and a copy.
+// Issue slots of a row of taps (loads, their addresses, products), counted in the compiled code.
+constexpr double kTapsSlots = 9;
+
 TimeTerms TermsOf(const Instance& instance, const ConvProblem& problem, const Gpu& gpu,
                   const Params& params, int64_t ctas_of_sm, int64_t ctas) {
-  const double taps_slots = instance.stride > 0 ? 9 : 13;  // loads, their addresses, products
-  constexpr double kBlockSlots = 45, kOutputSlots = 5.5, kCopySlots = 14;
   const double blocks = static_cast<double>(params.tile_rows) * params.blocks_across.divisor;
   const double tensor = blocks * static_cast<double>(instance.rows) * kBlockPixels * kChannels *
                         kLanes / (2 * gpu.mma_sync_per_clock);
   const double copies = static_cast<double>(params.halo_rows) *
                         static_cast<double>(CeilDiv(params.halo_copies, kLanes)) *
                         (params.vector ? 1 : kCopyPixels);
-  const double slots =
-      blocks * (static_cast<double>(instance.rows) * taps_slots + kBlockSlots +
-                kBlockPixels * kChannels / kLanes * (kOutputSlots + Int8OutputBytes(problem))) +
-      copies * kCopySlots;
+  const double slots = blocks * (static_cast<double>(instance.rows) * kTapsSlots +
+                                 kBlockPixels * kChannels / kLanes * kRequantizeInstructions) +
+                       copies * kCopyInstructions;
   const double issue = slots / kSchedulers;
   const double rounds = static_cast<double>(CeilDiv(params.tiles, ctas));
   const double resident = static_cast<double>(CeilDiv(ctas, gpu.sm_count));

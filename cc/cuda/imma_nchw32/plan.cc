@@ -149,8 +149,8 @@ void DescribeReduction(const ConvProblem& problem, bool few, int64_t tile_k, Par
 // at most.
 TimeTerms TermsOf(const Instance& instance, const ConvProblem& problem, const Gpu& gpu,
                   int64_t ctas, int64_t k_blocks) {
-  // SM cycles for each byte of an output that is written or read, and for a copy of x of 4 bytes.
-  constexpr double kOutputByteCycles = 0.2, kCopyCycles = 0.36;
+  // SM cycles for each byte of an output that is written or read.
+  constexpr double kOutputByteCycles = 0.2;
   const int64_t resident =
       std::min(instance.ctas_per_sm, (gpu.smem_per_block_optin + kReservedBytesOfCta) /
                                          (instance.shared_bytes() + kReservedBytesOfCta));
@@ -163,9 +163,10 @@ TimeTerms TermsOf(const Instance& instance, const ConvProblem& problem, const Gp
       static_cast<double>(instance.tile_m * instance.warps_n + instance.tile_n * instance.warps_m) *
       tile_k;
   const double shared = (fill + fragments) / kSharedBytesPerCycle;
-  const double copies = instance.few() ? static_cast<double>(instance.tile_m) * tile_k /
-                                             static_cast<double>(instance.copy) * kCopyCycles
-                                       : 0;
+  const double copies = instance.few()
+                            ? static_cast<double>(instance.tile_m) * tile_k /
+                                  static_cast<double>(instance.copy) * kWarpCopyCycles / kLanes
+                            : 0;
   const double block = std::max({tensor, shared, copies}) / instance.share;
   const double cta = static_cast<double>(k_blocks) * block;
   const double edge = outputs * Int8OutputBytes(problem) * kOutputByteCycles;

@@ -183,7 +183,7 @@ constexpr double kWgmmaShare = 0.8;  // of the rate
 // bytes in interleaved boxes, and of these where pixels lie apart.
 constexpr double kRowCycles = 2.82, kRow32Cycles = 1, kStridedRow32Cycles = 2;
 // For each run of neighbouring pixels in a box of 32-byte rows.
-constexpr double kRun32Cycles = 1.45;
+constexpr double kRun32Cycles = 1;
 constexpr double kFilterRowCycles = 2;  // for a row of the filter
 // A k-block of filter-row reuse, unless the filter is stationary.
 constexpr double kReuseCycles = 13;
@@ -191,7 +191,7 @@ constexpr double kReuseCycles = 13;
 constexpr double kTileCycles = 355;
 // A thread's cycles for an output; what it takes longer in nhwc, whose stores have the channels of
 // a tile instead of whole blocks; the cycles for the scales and biases of 32 channels.
-constexpr double kOutputCycles = 14.4, kNhwcExcess = 0.5, kTermsCycles = 148;
+constexpr double kOutputCycles = 14.4, kNhwcExcess = 1, kTermsCycles = 148;
 
 // TMA cycles for a row of 32 bytes. A run ends with a row of the output, except in pointwise
 // layers.

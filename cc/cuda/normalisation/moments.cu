@@ -70,12 +70,12 @@ __global__ void __launch_bounds__(kPassThreads, 2)
   // The first block belongs to part 0; only this block may end early.
   const int64_t count = (first_block + p.parts) / p.parts * rows_of_block -
                         (blockIdx.y == 0 ? blocks * rows_of_block - p.rows : 0);
-  const float mean = sum / static_cast<float>(count);
-  const float pivot = ToFloat(static_cast<const T*>(p.y)[pivot_row * p.channels + out_channel]);
-  float* const out = p.moments + (segment * p.parts + blockIdx.y) * 2 * p.channels + out_channel;
-  out[0] = pivot + mean;
-  const float deviations = fmaf(-sum, mean, squares);
-  out[p.channels] = deviations < 0 ? 0 : deviations;  // NaN stays
+  const float offset = sum / static_cast<float>(count);
+  float* const out = p.moments + (segment * p.parts + blockIdx.y) * 3 * p.channels + out_channel;
+  out[0] = ToFloat(static_cast<const T*>(p.y)[pivot_row * p.channels + out_channel]);
+  out[p.channels] = offset;
+  const float deviations = fmaf(-sum, offset, squares);
+  out[2 * p.channels] = deviations < 0 ? 0 : deviations;  // NaN stays
 }
 
 template <class Tag>

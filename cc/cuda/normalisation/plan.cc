@@ -52,13 +52,12 @@ Status CheckCut(int64_t segments, int64_t rows, int64_t channels, int64_t parts)
 namespace normalisation {
 namespace {
 
-// The kernel form for a key, and its cost for each element: the arrays that it reads or writes,
-// whether it moves bits, and the instructions (counted in the SASS of sm_90a).
+// The kernel form for a key, and its cost for each element: the arrays that it reads or writes, and
+// whether it moves bits.
 struct Form {
   PassForm form = {};
   int64_t arrays = 0;
   bool bits = false;
-  double instructions = 0;
 };
 
 Status FormOfSums(const PassKey& key, Form* found) {
@@ -79,8 +78,6 @@ Status FormOfSums(const PassKey& key, Form* found) {
   found->form = {told, static_cast<int>(gradients), static_cast<int>(arrays)};
   found->arrays = gradients + arrays + (told == MaskBy::kResult) + key.Has("stores");
   found->bits = told == MaskBy::kBits;
-  found->instructions = static_cast<double>(3 + 2 * gradients + 3 * arrays) +
-                        (told == MaskBy::kNone ? 0 : 3) + (told == MaskBy::kDerivative ? 22 : 0);
   return {};
 }
 
@@ -118,12 +115,12 @@ Status PlanOf(const PassKey& key, const Gpu& gpu, PassPlan* plan) {
   if (key.pass() == "masked_sums") {
     JAXCONV_RETURN_IF_ERROR(FormOfSums(key, &form));
   } else if (adds) {
-    form = {{static_cast<int>(key.Number('y', 1)), key.Has("bounded")}, 3, true, 14};
+    form = {{static_cast<int>(key.Number('y', 1)), key.Has("bounded")}, 3, true};
   } else {
-    const bool activated = key.pass() == "activated_sums";
-    if (activated) JAXCONV_RETURN_IF_ERROR(CheckActivation(key.Behind("activation:")));
-    form = {{RowsOfThread(key.pass(), key.dtype())}, 1, false, 6};
-    if (activated) form.instructions = 14;
+    if (key.pass() == "activated_sums") {
+      JAXCONV_RETURN_IF_ERROR(CheckActivation(key.Behind("activation:")));
+    }
+    form = {{RowsOfThread(key.pass(), key.dtype())}, 1, false};
   }
   JAXCONV_RETURN_IF_ERROR(CheckCut(segments, rows, channels, 1));
   const PassKernel* const kernel = FindForm(Kernels(), key.pass(), key.dtype(), form.form);
@@ -140,7 +137,6 @@ Status PlanOf(const PassKey& key, const Gpu& gpu, PassPlan* plan) {
   cost.bytes =
       elements * (static_cast<double>(form.arrays) * ByteWidth(wide ? DType::kF32 : DType::kBF16) +
                   static_cast<double>(form.bits) / CHAR_BIT);
-  cost.instructions = elements * form.instructions;
   if (adds) {
     cost.ctas = cost.ctas_of_sm * gpu.sm_count;
   } else {

@@ -49,10 +49,10 @@ constexpr int64_t kThreadsOfSm = 4 * kPoolCtas<2, true> * kPoolThreads;
 constexpr int kHeld[] = {1, 2, 4, 9};
 constexpr int kGroup = 4;
 
-// A thread's instructions for an element, fitted to ResNet-50's layer on an H200
-// (docs/notes/fuse.md): 262 us, gradient 442 us.
-constexpr double kTake = 4, kNormalise = 12;  // normalising, or recording a place
-constexpr double kGather = 20, kWindow = 10, kScale = 6;
+// A thread's instructions for an element of a window, and once more for normalising it, and for
+// recording its place or comparing it. Fitted to ResNet-50's layer on an H200 (docs/notes/fuse.md):
+// 262 us, gradient 442 us.
+constexpr double kElementInstructions = 9;
 
 Status WindowsOf(const PassKey& key, PoolWindows* w) {
   const std::vector<int64_t> in = key.Extents('i'), size = key.Extents('f'), out = key.Extents('o'),
@@ -129,8 +129,7 @@ Status PlanOf(const PassKey& key, const Gpu& gpu, PassPlan* plan) {
     form = FormOfGradient(w, two, affine);
     const double overlaps = static_cast<double>(w.overlaps(0) * w.overlaps(1) * w.overlaps(2));
     cost.bytes = elements * width * (1 + affine) + windows * (width * (1 + two) + 1);
-    cost.instructions =
-        elements * (kGather + kWindow * overlaps + (two ? kTake : 0) + (affine ? kScale : 0));
+    cost.instructions = elements * overlaps * kElementInstructions * 2;
     cost.ctas = static_cast<int64_t>(elements) /
                 (kPoolVector * w.stride[0] * w.stride[1] * w.stride[2] * kPoolThreads);
     cost.ctas_of_sm = 4;
@@ -140,7 +139,7 @@ Status PlanOf(const PassKey& key, const Gpu& gpu, PassPlan* plan) {
     cost.bytes = elements * width + windows * (width * (1 + key.Has("operands")) + places);
     const double taken =
         windows * static_cast<double>((w.size[0] - form[2]) * w.size[1] * w.size[2]);
-    cost.instructions = taken * (kTake + (affine ? kNormalise : 0) + (places ? kNormalise : 0));
+    cost.instructions = taken * kElementInstructions * (1 + affine + places);
     cost.ctas = static_cast<int64_t>(windows) / (kPoolVector * walk * kPoolThreads);
     cost.ctas_of_sm = width == 4 ? kPoolCtas<4, true>
                       : sm90     ? kPoolCtas<2, true>

@@ -78,26 +78,26 @@ double FilterMicroseconds(const LaunchParams& launch, const Gpu& gpu) {
          MemoryMicroseconds(gpu, filter_bytes + static_cast<double>(FilterBytes(launch)));
 }
 
-double TransformMicroseconds(const LaunchParams& launch, const Gpu& gpu, double rate) {
+double TransformMicroseconds(const LaunchParams& launch, const Gpu& gpu) {
   const double tiles = launch.geometry.tiles, launches = 2 * static_cast<double>(Chunks(launch));
   const double in =
-      Activations(launch, /*in=*/true) + tiles * static_cast<double>(InputBytes(launch)) / rate;
+      Activations(launch, /*in=*/true) + tiles * static_cast<double>(InputBytes(launch));
   const double out =
-      Activations(launch, /*in=*/false) + tiles * static_cast<double>(ProductBytes(launch)) / rate;
+      Activations(launch, /*in=*/false) + tiles * static_cast<double>(ProductBytes(launch));
   const double share = launch.half_products && launch.m == 6 ? kHalfOutputShare6 : kPassShare;
   return launches * gpu.launch_us + (in / kPassShare + out / share) / gpu.dram_bytes_per_us;
 }
 
-TimeTerms TermsWithGemms(const LaunchParams& launch, const Gpu& gpu, double cycles, double rate) {
+TimeTerms TermsWithGemms(const LaunchParams& launch, const Gpu& gpu, double cycles) {
   const double bytes = double{1} * launch.chunk_tiles *
                            static_cast<double>(InputBytes(launch) + ProductBytes(launch)) +
                        static_cast<double>(FilterBytes(launch));
   const auto chunks = static_cast<double>(Chunks(launch));
   TimeTerms terms;
   terms.tensor_cores = chunks * cycles / gpu.cycles_per_us();
-  terms.dram = chunks * bytes / rate / gpu.dram_bytes_per_us;
-  terms.launch = chunks * gpu.launch_us + FilterMicroseconds(launch, gpu) +
-                 TransformMicroseconds(launch, gpu, rate);
+  terms.dram = chunks * bytes / gpu.dram_bytes_per_us;
+  terms.launch =
+      chunks * gpu.launch_us + FilterMicroseconds(launch, gpu) + TransformMicroseconds(launch, gpu);
   return terms;
 }
 

@@ -52,12 +52,11 @@ double MemoryMicroseconds(const Gpu& gpu, double bytes);
 // The same for the kernels before the products: the amax pass and the filter's transform.
 double FilterMicroseconds(const LaunchParams& launch, const Gpu& gpu);
 // Microseconds of the input and output transforms of all tiles, in launches of chunk_tiles tiles.
-// `rate`: bytes of V and M that move in the time of a DRAM byte.
-double TransformMicroseconds(const LaunchParams& launch, const Gpu& gpu, double rate);
+double TransformMicroseconds(const LaunchParams& launch, const Gpu& gpu);
 
 // The terms of all kernels, with the products by batched GEMMs of chunk_tiles tiles of the given
 // cycles each, which read U and V and write M.
-TimeTerms TermsWithGemms(const LaunchParams& launch, const Gpu& gpu, double cycles, double rate);
+TimeTerms TermsWithGemms(const LaunchParams& launch, const Gpu& gpu, double cycles);
 
 }  // namespace jaxconv::winograd
 

@@ -13,8 +13,6 @@ namespace {
 // cycles outside the mainloop. Fitted.
 constexpr int64_t kSmallTile = 64;
 constexpr double kSmallTileExcess = 1.6, kTileCycles = 240;
-// Bytes of V and M that move in the time of a DRAM byte if a chunk stays in L2, on an H200.
-constexpr double kStoredL2Rate = 1.1;
 
 // Cycles of a CTA's tile.
 double TileCycles(const Instance& instance, const LaunchParams& launch, double multiply_adds) {
@@ -30,18 +28,10 @@ TimeTerms TermsOf(const Instance& instance, const Gpu& gpu, const LaunchParams& 
   const double cycles = TileCycles(instance, launch, gpu.mma_sync_per_clock) *
                             (instance.tile_m == kSmallTile ? kSmallTileExcess : 1) +
                         kTileCycles;
-  return TermsWithGemms(launch, gpu, static_cast<double>(CeilDiv(ctas, gpu.sm_count)) * cycles,
-                        StoredRate(gpu, launch));
+  return TermsWithGemms(launch, gpu, static_cast<double>(CeilDiv(ctas, gpu.sm_count)) * cycles);
 }
 
 }  // namespace
-
-// V and M of a chunk lie in L2; those of all tiles lie in DRAM unless they are as small as a chunk.
-double StoredRate(const Gpu& gpu, const LaunchParams& launch) {
-  const double stored = static_cast<double>(launch.chunk_tiles) *
-                        static_cast<double>(InputBytes(launch) + ProductBytes(launch));
-  return stored <= static_cast<double>(gpu.l2_bytes) ? kStoredL2Rate : 1;
-}
 
 Status PlaceChunks(int64_t tile_m, int64_t bytes, LaunchParams* launch) {
   const int64_t tile_bytes = InputBytes(*launch) + ProductBytes(*launch);
@@ -86,8 +76,7 @@ Status PlanPingpong(const Instance& instance, const Gpu& gpu, LaunchParams* laun
       CeilDiv(tiles.m_tiles * tiles.n_tiles * g.groups * launch->points(), clusters);
   *terms = TermsWithGemms(
       *launch, gpu,
-      static_cast<double>(rounds) * TileCycles(instance, *launch, gpu.wgmma_per_clock),
-      StoredRate(gpu, *launch));
+      static_cast<double>(rounds) * TileCycles(instance, *launch, gpu.wgmma_per_clock));
   return {};
 }
 

@@ -23,9 +23,6 @@ Status PlanChunked(const Instance& instance, const Gpu& gpu, LaunchParams* launc
 // tile_m tiles do not fit.
 Status PlaceChunks(int64_t tile_m, int64_t bytes, LaunchParams* launch);
 
-// The bytes of a chunk's V and M that move in the time of a DRAM byte.
-double StoredRate(const Gpu& gpu, const LaunchParams& launch);
-
 }  // namespace jaxconv::winograd
 
 #endif  // JAXCONV_CUDA_WINOGRAD_FOUR_STAGE_PLAN_H_

@@ -39,8 +39,7 @@ TimeTerms SyncFreeTerms(const Instance& instance, const Gpu& gpu, const LaunchPa
   const double blocks = static_cast<double>(launch.points() * CeilDiv(g.red, kBlock));
   return TermsWithGemms(
       launch, gpu,
-      std::max(1.0, static_cast<double>(ctas) / gpu.sm_count) * blocks * std::max(mma, loads),
-      StoredRate(gpu, launch));
+      std::max(1.0, static_cast<double>(ctas) / gpu.sm_count) * blocks * std::max(mma, loads));
 }
 
 }  // namespace
@@ -73,8 +72,7 @@ Status PlanElementwise(const Instance& instance, const Gpu& gpu, LaunchParams* l
   const Geometry& g = launch->geometry;
   const double products = double{1} * launch->points() * g.tiles * g.out_channels() * g.red;
   *terms = TermsWithGemms(*launch, gpu,
-                          products / (gpu.fma_per_clock * gpu.sm_count * kElementwiseShare),
-                          StoredRate(gpu, *launch));
+                          products / (gpu.fma_per_clock * gpu.sm_count * kElementwiseShare));
   return {};
 }
 

@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "cuda/common/instances.h"
+#include "cuda/common/rates.h"
 #include "cuda/winograd_int8/matrices.h"
 #include "cuda/winograd_int8/params.h"
 
@@ -78,29 +79,22 @@ Status DescribeProducts(const ConvProblem& problem, int64_t tiles, int64_t point
   return {};
 }
 
-// The predicted time, within a fifth of the measured times of 12 layers on an H200: SM cycles for a
-// transform thread (four channels of a row), SM cycles for an output of the products apart from
-// multiply-adds, and the share of DRAM rate of the output transform.
-struct Cost {
-  double input_cycles, filter_cycles, output_dram_share;
-};
-constexpr Cost kCosts[2] = {{11.1, 16, 0.9}, {34, 28, 0.6}};  // m = 2, 4
-constexpr double kProductsShare = 0.9, kInt8Rate = 2;         // share of the tensor cores'
-                                                              // throughput; relative to 16 bits
+// SM cycles for an output of the products apart from multiply-adds. Fitted to 12 layers of an H200.
 constexpr double kProductCycles = 0.17;
+constexpr double kInt8Rate = 2;  // multiply-adds for one of 16-bit operands
 
 double PredictMicroseconds(int64_t m, const ConvProblem& problem, int64_t tiles, const Gpu& gpu) {
-  const Cost& cost = kCosts[m == 2 ? 0 : 1];
   const auto rows = static_cast<double>(tiles);
   const auto c = static_cast<double>(problem.c), k = static_cast<double>(problem.k);
   const auto points = static_cast<double>((m + 2) * (m + 2));
-  const double transforms = (rows * cost.input_cycles + k * cost.filter_cycles) * c / kWordChannels;
+  // A transform thread (four channels of a tile) takes about a cycle of the SM for each point.
+  const double transforms = (rows + k) * points * c / kWordChannels;
   const double products =
-      rows * points * k * (c / (kProductsShare * kInt8Rate * gpu.wgmma_per_clock) + kProductCycles);
+      rows * points * k * (c / (kInt8Rate * gpu.wgmma_per_clock) + kProductCycles);
   const double output_bytes =
       rows * points * k * 2 + static_cast<double>(problem.y_elements()) * Int8OutputBytes(problem);
   return (transforms + products) / gpu.sm_count / gpu.cycles_per_us() +
-         output_bytes / (gpu.dram_bytes_per_us * cost.output_dram_share) + 4 * gpu.launch_us;
+         output_bytes / (gpu.dram_bytes_per_us * kPassShare) + 4 * gpu.launch_us;
 }
 
 Status MakePlan(const KernelDesc& kernel, const ConvProblem& problem, const Gpu& gpu,

@@ -469,6 +469,8 @@ def with_readers(eqns: Sequence[JaxprEqn], outvars: Sequence[Any]) -> list[Jaxpr
         stored = all(in_memory(graph, a) for a in arrays)
         stored = stored and bool(readers) and all(_writes_gradient(graph, r) for r in readers)
         form = dataclasses.replace(form, stored=stored)
+        if isinstance(form, Form) and form.activation is not None and form.summands == 1:
+            form = dataclasses.replace(form, twice=fuse_convolution.for_cuda() and not stored)
         z = eqn.outvars[0]
         uses = sorted(set(graph.uses(z)))
         if len(uses) < 2 or not stored:

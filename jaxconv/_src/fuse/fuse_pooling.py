@@ -1,4 +1,4 @@
-"""Finds max pooling in forward programs.
+"""Finds pooling in forward programs.
 
 The gradient of max pooling goes to the position of each window's maximum. XLA searches the windows
 for these positions a second time and adds with a scatter. A differentiated ``max_pool`` call also
@@ -6,20 +6,27 @@ returns the positions, so each element of the gradient is a sum over the windows
 
 If only the pooling reads the relu of a normalised array, the call also normalises that array, and
 the activation is not stored.
+
+Average pooling stays the program's. XLA would compute a concatenation in front of it again for
+every element of every window, although its other readers need it in memory, so on a GPU a barrier
+separates them.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+from jax import lax
 from jax.extend.core import JaxprEqn, Var
 
 from jaxconv._src import compat
+from jaxconv._src.fuse import fuse_convolution
 from jaxconv._src.fuse.fuse_graph import Graph, is_float, traced, type_of
 from jaxconv._src.passes import max_pooling, normalise
 from jaxconv._src.passes.max_pooling import Pooling, Windows
@@ -28,7 +35,7 @@ from jaxconv._src.passes.max_pooling import Pooling, Windows
 def rewritten(
     eqns: Sequence[JaxprEqn], outvars: Sequence[Any], in_memory: Callable[[Graph, Any], bool]
 ) -> list[JaxprEqn]:
-    """A program's equations, with each max pooling as a call.
+    """A program's equations, with each max pooling as a call, and average pooling as described.
 
     Args:
         eqns: the equations, in order, with calls of ``normalise``.
@@ -38,6 +45,9 @@ def rewritten(
     graph = Graph(eqns, outvars)
     placed: dict[int, list[JaxprEqn]] = {}
     for position, eqn in enumerate(graph.eqns):
+        if _is_averaged(graph, eqn):
+            stored = functools.partial(_stored, dimension=eqn.params["dimension"])
+            placed[position] = traced(stored, eqn.invars, eqn.outvars, graph, position)
         if eqn.primitive.name != "reduce_window_max":
             continue
         dilations = *eqn.params["base_dilation"], *eqn.params["window_dilation"]
@@ -57,6 +67,18 @@ def rewritten(
         except (TypeError, ValueError, compat.ShardingTypeError):
             continue  # unknown array types keep the program's pooling
     return graph.with_replaced(placed)
+
+
+def _is_averaged(graph: Graph, eqn: JaxprEqn) -> bool:
+    """Whether an equation is a concatenation that windows are summed of, on a GPU."""
+    if eqn.primitive.name != "concatenate" or not fuse_convolution.for_cuda():
+        return False
+    readers = [graph.eqns[use] for use in graph.uses(eqn.outvars[0])]
+    return len(readers) > 1 and any(r.primitive.name == "reduce_window_sum" for r in readers)
+
+
+def _stored(*arrays: jax.Array, dimension: int) -> list[jax.Array]:
+    return [lax.optimization_barrier(lax.concatenate(arrays, dimension))]
 
 
 def _normalised(graph: Graph, z: Any, windows: Windows) -> list[Any]:

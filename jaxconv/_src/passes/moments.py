@@ -1,9 +1,10 @@
 """The primitive moments: mean and sum of squared deviations of every channel.
 
-    mean = sum of y / rows,    M = sum of (y - mean)^2
+    mean = sum of y / rows,    M = sum of (y - mean)^2,    rest = sum of (y - mean) / rows
 
 in float32, over all positions of a channels-last array, or over those of each segment of its
-leading axis. On NVIDIA GPUs one kernel reads the array once, in parts. The moments of parts, and of
+leading axis. The rest is the rounding error of the mean, which derivatives in float32 need. On
+NVIDIA GPUs one kernel reads the array once, in parts. The moments of parts, and of
 several devices, are merged (Chan, Golub and LeVeque, "Updating formulae and a pairwise algorithm
 for computing sample variances", 1979). Elsewhere and under vmap, JAX operations make two passes.
 """
@@ -47,7 +48,7 @@ def accepts(shape: tuple[int, ...], dtype: np.dtype, segments: int = 1) -> bool:
 
 
 def moments(y: jax.Array, *, segments: int = 1) -> jax.Array:
-    """Mean and M, float32: (2, C), or (segments, 2, C) with several segments.
+    """Mean, M and rest, float32: (3, C), or (segments, 3, C) with several segments.
 
     Args:
         y: a channels-last array (..., C), float32, float16 or bfloat16.
@@ -61,7 +62,8 @@ def in_jax(y: jax.Array, *, segments: int) -> jax.Array:
     wide = y.astype(np.float32)
     mean = over_segments(jnp.mean, wide, segments)
     deviation = wide - along_segments(mean, y.shape, segments)
-    return jnp.stack([mean, over_segments(jnp.sum, deviation * deviation, segments)], -2)
+    squares = over_segments(jnp.sum, deviation * deviation, segments)
+    return jnp.stack([mean, squares, over_segments(jnp.mean, deviation, segments)], -2)
 
 
 def _tangent(y: jax.Array, found: jax.Array, dy: jax.Array, *, segments: int) -> jax.Array:
@@ -70,11 +72,11 @@ def _tangent(y: jax.Array, found: jax.Array, dy: jax.Array, *, segments: int) ->
     if y.dtype.itemsize >= 4:
         # Corrects the rounding error of the mean, which would shift all gradients of a channel by
         # the same amount. In 16 bits it is smaller than the rounding of y.
-        left = over_segments(jnp.mean, deviation, segments)
-        deviation -= along_segments(left, y.shape, segments)
+        deviation -= along_segments(found[..., 2, :], y.shape, segments)
     wide = dy.astype(np.float32)
     of_mean = over_segments(jnp.mean, wide, segments)
-    return jnp.stack([of_mean, 2 * over_segments(jnp.sum, deviation * wide, segments)], -2)
+    of_squares = 2 * over_segments(jnp.sum, deviation * wide, segments)
+    return jnp.stack([of_mean, of_squares, jnp.zeros_like(of_mean)], -2)
 
 
 def _jvp(primals, tangents, *, segments: int):
@@ -88,7 +90,7 @@ def _jvp(primals, tangents, *, segments: int):
 
 
 def _abstract_eval(y: Any, *, segments: int) -> Any:
-    return result_types(_Moments(segments), [type_of_sums(y, segments, 2)], y)[0]
+    return result_types(_Moments(segments), [type_of_sums(y, segments, 3)], y)[0]
 
 
 def counts(rows: int, plan: native.PassPlan) -> np.ndarray:
@@ -100,15 +102,20 @@ def counts(rows: int, plan: native.PassPlan) -> np.ndarray:
 
 
 def _merged(by_part: jax.Array, count: np.ndarray) -> jax.Array:
-    """Merges the moments (..., parts, 2, C) of parts with these row counts."""
+    """Merges the pivots, offsets and M, (..., parts, 3, C), of parts with these row counts."""
     weights = (count / count.sum()).astype(np.float32)[:, None]
-    of_part, squares = by_part[..., 0, :], by_part[..., 1, :]
-    # The means are averaged relative to the first part's mean, so a large mean costs no accuracy.
-    first = of_part[..., :1, :]
-    shift = jnp.sum((of_part - first) * weights, -2, keepdims=True)
-    between = of_part - first - shift
+    pivots, offsets, squares = (by_part[..., i, :] for i in range(3))
+    # The means are averaged relative to the first pivot, so a large mean costs no accuracy.
+    first = pivots[..., :1, :]
+    of_part = pivots - first + offsets
+    shift = jnp.sum(of_part * weights, -2, keepdims=True)
+    between = of_part - shift
     found = jnp.sum(squares + between * between * count.astype(np.float32)[:, None], -2)
-    return jnp.stack([(first + shift)[..., 0, :], found], -2)
+    first, shift = first[..., 0, :], shift[..., 0, :]
+    mean = first + shift
+    of_shift = mean - first
+    rest = (first - (mean - of_shift)) + (shift - of_shift)  # Knuth's TwoSum: exact
+    return jnp.stack([mean, found, rest], -2)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,7 +128,7 @@ class _Moments(SplitPass):
 
     def tensors(self, *shapes: Sequence[int]) -> Tensors:
         dims = Dimensions(tuple(shapes[0]), self.segments)
-        return [dims.array("y")], [dims.sums("moments", 2)]
+        return [dims.array("y")], [dims.sums("moments", 3)]
 
     def on_part(self, parts: Callable[[str], int], *operands: jax.Array) -> list[jax.Array]:
         if self.segments == 1:
@@ -143,7 +150,7 @@ def _lower(platform: str, ctx, y, *, segments: int):
     def by_kernel(plan: native.PassPlan) -> Sequence[Any]:
         count = counts(aval.size // aval.shape[-1] // segments, plan)
         leading = of_segments(segments)
-        by_part = ShapedArray((*leading, plan.parts, 2, aval.shape[-1]), np.dtype(np.float32))
+        by_part = ShapedArray((*leading, plan.parts, 3, aval.shape[-1]), np.dtype(np.float32))
         attributes: dict[str, Any] = {"segments": np.int64(segments)} if segments > 1 else {}
         found = custom_call.lowered(
             ctx, platform, TARGET, {"y": (y, aval)}, {"moments": by_part}, **attributes

@@ -97,6 +97,8 @@ class Form:
         dtype: the dtype of z.
         copies: how often z is returned.
         stored: whether the arrays and the gradients of z are stored in any case.
+        twice: whether the backward pass computes the gradient of t once for its sums and once for
+            the arrays. XLA would store a gradient that both read, in float32.
         bits: whether the mask is a result, uint8 (..., C / 8).
     """
 
@@ -106,6 +108,7 @@ class Form:
     dtype: np.dtype
     copies: int = 1
     stored: bool = False
+    twice: bool = False
     bits: bool = False
 
     @property
@@ -416,7 +419,7 @@ def _backward(
         whose scales have tangents. Sums are (C,), or (N, C) if a vector is.
     """
 
-    def masked() -> jax.Array:
+    def masked(named: Mapping[str, jax.Array] = named) -> jax.Array:
         return _differentiated(named, functools.reduce(jnp.add, gradients), form, backwards=True)
 
     if not form.sums:
@@ -454,7 +457,13 @@ def _backward(
             found["offset"] = sums[..., 0, :]
             return next(iter(stored), result if result is not None else masked()), found
     result = masked() if result is None else result
-    wide = result.astype(np.float32)
+    of_sums = result
+    if form.form.twice:
+        names = [n for n in named if n.startswith("y")]
+        again = lax.optimization_barrier([named[n] for n in names])
+        named = {**named, **dict(zip(names, again, strict=True))}
+        of_sums = masked(named)
+    wide = of_sums.astype(np.float32)
     axes = tuple(range(1 if examples else 0, result.ndim - 1))
     found = {"offset": wide.sum(axes)}
     for i in summed:
