@@ -116,21 +116,30 @@ def test_few_rows_move_the_prior_as_far_as_they_agree(calibrate):
         assert fits[FORM].parameters[2] == 3.0  # the prior's file does not fit it
         return np.array(fits[FORM].parameters[:2])
 
-    off = [np.abs(np.log(shares(count) / truth[:2])).max() for count in (1, 4, 40)]
+    off = [np.abs(np.log(shares(count) / truth[:2])).max() for count in (5, 20, 80)]
     assert off[0] > off[1] > off[2] and off[2] < 0.02
-    same = calibrate.best_fit({FORM: rows_of(calibrate, before, 3)}, prior)[1]
+    same = calibrate.best_fit({FORM: rows_of(calibrate, before, 5)}, prior)[1]
     assert same[FORM].parameters == before
+    assert shares(calibrate.LEAST_ROWS - 1).tolist() == list(before[:2])
 
 
 def test_what_has_no_rows_keeps_the_prior(calibrate):
     name, near = next(iter(calibrate.NEAREST.items()))
     before = (0.8, 0.9, 3.0)
-    prior = calibrate.Prior({near: before, OTHER: before}, 0.2)
     forms = {name: rows_of(calibrate, (0.6, 0.9, 3.0), 30)}
-    exposed, fits = calibrate.best_fit(forms, prior)
-    assert set(fits) == {near}, "rows of a form count for the one whose parameters it takes"
-    assert fits[near].parameters[0] < 0.65
-    assert calibrate.line(near, None, fits[near], exposed).endswith("//   0")
+    fits = calibrate.best_fit(forms, calibrate.Prior({near: before, OTHER: before}, 0.2))[1]
+    assert {form: found.parameters for form, found in fits.items()} == {near: before}
+
+
+def test_a_form_without_a_line_begins_with_the_nearest(calibrate):
+    name, near = next(iter(calibrate.NEAREST.items()))
+    before = (0.8, 0.9, 3.0)
+    prior = calibrate.Prior({near: before, name: before}, 0.2, frozenset({name}))
+    wide, narrow = (
+        calibrate.best_fit({form: rows_of(calibrate, (0.6, 0.9, 3.0), 6)}, prior)[1][form]
+        for form in (name, near)
+    )
+    assert wide.parameters[0] < narrow.parameters[0] < before[0]
 
 
 def test_a_gpu_with_few_times_gets_a_file(calibrate, choices_program, monkeypatch, tmp_path):
@@ -146,16 +155,26 @@ def test_a_gpu_with_few_times_gets_a_file(calibrate, choices_program, monkeypatc
     times.write(table, slower, {"gpu": "NVIDIA H100", "driver": "1", "commit": "abc"})
     text = calibrate.calibration(choices_program, "h100")
     assert "// gpu: NVIDIA H100" in text and "EXPOSED(" not in text and "LIKE(" not in text
+    forms = calibrate.read(choices_program, "h100")
     (tmp_path / "h100.def").write_text(text)
     monkeypatch.setattr(calibrate, "CALIBRATIONS", tmp_path)
     found = calibrate.lines_of("h100")
     monkeypatch.undo()
-    base = calibrate.lines_of(calibrate.BASE)
-    assert set(found) < set(base), "only forms with rows"
+    before = calibrate.prior_of("h100").parameters
+    assert set(found) < set(before), "only forms with rows"
     for name, parameters in found.items():
-        fitted = calibrate.free_of(name, None, base[name])
-        same = [a == b for a, b in zip(parameters, base[name], strict=True)]
+        fitted = calibrate.free_of(name, forms[name], before[name])
+        same = [a == b for a, b in zip(parameters, before[name], strict=True)]
         assert all(is_same for is_same, free in zip(same, fitted, strict=True) if not free)
+
+
+def test_another_gpus_line_serves_forms_with_few_rows(calibrate, choices_program):
+    forms = calibrate.read(choices_program)
+    served = calibrate.served(choices_program, forms)
+    assert served and served < set(calibrate.NEAREST)
+    assert served < set(calibrate.lines_of("h100")) - set(calibrate.lines_of(calibrate.BASE))
+    text = calibrate.file_of(calibrate.BASE).read_text()
+    assert not any(calibrate.like(name, calibrate.NEAREST[name]) in text for name in served)
 
 
 def test_errors_are_of_the_fit_and_of_the_prior(calibrate):
