@@ -56,8 +56,8 @@ constexpr Like kLikes[] = {
 const FormTime* FittedFormTime(std::string_view gpu, std::string_view form,
                                std::string_view operations, std::string_view operands) {
   for (const FittedForm& line : kForms) {
-    if ((gpu.empty() || line.gpu == gpu) && line.time.form == form && line.time.operations == operations &&
-        line.time.operands == operands) {
+    if ((gpu.empty() || line.gpu == gpu) && line.time.form == form &&
+        line.time.operations == operations && line.time.operands == operands) {
       return &line.time;
     }
   }

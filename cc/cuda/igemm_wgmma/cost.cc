@@ -146,10 +146,12 @@ TimeTerms TermsOf(const Instance& instance, const ConvProblem& problem, const Ge
   const double tensor = products + transposed;
   const double few = traffic.filter > 0 ? 1 + kFewRows * kLineBytes / traffic.filter : 1;
   const double rows_a = tile_m / (taps_per_load * (wgrad_filter_row ? kWgradRowTaps : 1));
-  // wgrad's rows of x are channels, of which a tile of a 1x1 layer has as many as the layer.
+  // wgrad's rows of x are channels, and boxes beyond those of a 1x1 layer load nothing. In TF32 one box
+  // has all rows.
   const int64_t block = KBlockElements(problem.lhs_dtype());
   const auto channels = static_cast<double>(CeilDiv(params.row_channels, block) * block);
-  const double loaded_a = wgrad && params.rank == 0 ? std::min(rows_a, channels) : rows_a;
+  const bool few_boxes = wgrad && !tf32 && params.rank == 0;
+  const double loaded_a = few_boxes ? std::min(rows_a, channels) : rows_a;
   const double rows =
       loaded_a * RowCycles(traffic.pitch_a) * (n_tiles > 1 ? kSharedRowShare : 1) +
       (stationary ? 0 : filters * columns * few * kSharedRowShare * RowCycles(traffic.pitch_b));
