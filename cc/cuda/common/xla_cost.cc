@@ -163,9 +163,16 @@ double FlopsPerUs(const XlaTerms& terms, const Gpu& gpu) {
   return 2 * per_clock * gpu.sm_count * gpu.cycles_per_us();
 }
 
+// An extent in whole blocks of this many elements, relative to the extent.
+double BlockedExcess(int64_t extent, int64_t block) {
+  return static_cast<double>(CeilDiv(extent, block) * block) / static_cast<double>(extent);
+}
+
 // The outputs of whole tiles, and in dense fprop and dgrad of whole waves of them, relative to
 // those of the matrix product. Wgrad and cuBLAS fill the last wave with slices of the reduction.
-// Smaller tiles waste less and run slower: the square root is between both.
+// Smaller tiles waste less and run slower: the square root is between both. Dense tiles have at
+// least half of kTile on each side, and multiply the reduced channels of a tap in whole cache
+// lines.
 double ProductExcess(const ConvProblem& problem, const XlaTerms& terms, const Gpu& gpu) {
   const bool pointwise = terms.form == kPointwise, wgrad = problem.op == Op::kWgrad;
   if (pointwise && !wgrad && terms.operands == k16Bit) return 1;  // cuBLAS has tiles of all widths
@@ -175,8 +182,13 @@ double ProductExcess(const ConvProblem& problem, const XlaTerms& terms, const Gp
                 gemm_n = fprop || wgrad ? problem.k : problem.c;
   int64_t tiles = CeilDiv(gemm_m, kTile) * CeilDiv(gemm_n, kTile);
   if (!pointwise && !wgrad) tiles = CeilDiv(tiles, gpu.sm_count) * gpu.sm_count;
-  return std::sqrt(static_cast<double>(tiles * kTile * kTile) /
-                   (static_cast<double>(gemm_m) * static_cast<double>(gemm_n)));
+  const double excess = std::sqrt(static_cast<double>(tiles * kTile * kTile) /
+                                  (static_cast<double>(gemm_m) * static_cast<double>(gemm_n)));
+  if (pointwise) return excess;
+  const int64_t line = kLineBytes / ByteWidth(problem.lhs_dtype());
+  const double least = BlockedExcess(gemm_m, kTile / 2) * BlockedExcess(gemm_n, kTile / 2);
+  const double lines = wgrad ? 1 : BlockedExcess(fprop ? problem.c : problem.k, line);
+  return std::max(excess, least) * lines;
 }
 
 // The FLOPs of a block of groups, relative to those of its groups.
