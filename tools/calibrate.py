@@ -1,11 +1,12 @@
-"""Fits the predictions of a GPU to measured times, and writes cc/cuda/calibration/h200.def.
+"""Fits the predictions of GPUs to measured times, and writes cc/cuda/calibration/<gpu>.def.
 
     python tools/calibrate.py                  # compiles tests/cc/choices_test.cc, half a minute
     python tools/calibrate.py --program build/choices/choices_test
-    python tools/calibrate.py --check          # the errors, and those of layers held out of the fit
+    python tools/calibrate.py --gpu h100       # of one GPU
 
-The times are those of lax's convolutions and of kernels in ``tests/cc/measured_times.tsv`` and in
-``tests/cc/measured_candidates.tsv``. The program gives the terms of each at the GPU's full rates
+The times are those of lax's convolutions and of kernels: an H200's in
+``tests/cc/measured_times.tsv``, ``measured_candidates.tsv`` and ``winograd_measured.tsv``, another
+GPU's in ``measured_times_<gpu>.tsv``. The program gives the terms of each at the GPU's full rates
 (``TimeTerms`` in cc/cuda/common/predicted_time.h), so the fit and the library use the same code.
 The prediction of a row of a form is
 
@@ -18,8 +19,15 @@ the rows whose alternatives take about as long, because selection depends on the
 all forms together adds what selection loses: for each problem the expected log(chosen / best), if
 predictions are off by ``UNCERTAIN``.
 
+The H200 has many rows. Another GPU has few, and the H200's parameters are a prior of its own: both
+fits add the squares of log(parameter / the H200's), in units of ``PRIOR``. What the H200's file
+does not fit, the exposed share and the forms without rows remain the H200's. A kernel's form that
+has too few rows for a line of the H200's begins with the nearest form's. The line that it gets
+serves the H200 too if that has fewer rows of it, and all GPUs without a file.
+
 A plan may choose among tilings by its own predictions. The tool therefore fits, compiles and fits
-again until the file remains the same; with ``--program`` it fits once.
+again until the file remains the same; with ``--program`` it fits once. ``calibration_errors.py``
+prints how far predictions are off.
 """
 
 from __future__ import annotations
@@ -28,9 +36,10 @@ import argparse
 import dataclasses
 import json
 import pathlib
+import re
 import sys
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "tests" / "support"))
 
@@ -42,10 +51,11 @@ from selection_program import SelectionProgram
 REPOSITORY = pathlib.Path(__file__).resolve().parents[1]
 
 WINOGRAD = REPOSITORY / "tests" / "cc" / "winograd_measured.tsv"
-CALIBRATION = REPOSITORY / "cc" / "cuda" / "calibration" / "h200.def"
-TARGET = "h200"
+CALIBRATIONS = REPOSITORY / "cc" / "cuda" / "calibration"
+BASE = "h200"  # the GPU with the most times
 
 Name = tuple[str, str, str]  # form, operations, operands
+Parameters = tuple[float, ...]  # SM share, DRAM share, fixed microseconds
 
 # Errors below this count by their squares, larger ones by their absolute value. Times repeat within
 # 1 %; a process of XLA picks other kernels than the next.
@@ -74,6 +84,14 @@ FIXED_US = (0.1, 16.0)
 # Initial values of the three; the fit takes the best of what it finds from each.
 STARTS = ((0.4, 0.7, 3.0), (0.7, 0.4, 7.0), (0.1, 0.1, 7.0), (0.9, 1.0, 1.0))
 
+# What a parameter of another GPU may differ from the H200's, in the logarithm, until that counts as
+# much as an error of ROBUST in a row of full weight. GPUs of one architecture have the same SMs, so
+# their shares of the rates are nearly the same. PRIOR_OF_NEAREST: of a form that the H200's file
+# does not have, from those of the nearest form.
+PRIOR, PRIOR_OF_NEAREST = 0.06, 0.15
+# A form with fewer rows gets no line: the few may be of layers that are unlike others.
+LEAST_ROWS = 5
+
 # What is not fitted. The fixed time in forms with less than ROWS rows or without a row shorter than
 # SHORT_US, because long rows say nothing about it: it is UNFITTED_US, and XLA_US in most classes of
 # XLA's convolutions; XLA_FIXED has the others. The DRAM share in forms where the ratio of the SM's
@@ -92,7 +110,7 @@ SPREAD = 1.5
 OWN_ROWS = 16
 GATHER, WGRAD = "fprop, dgrad", "wgrad"
 NEAREST: dict[Name, Name] = {
-    ("igemm_wmma", GATHER, "16-bit"): ("igemm_wmma", WGRAD, "tf32"),
+    ("igemm_wmma", GATHER, "16-bit"): ("igemm_wmma", GATHER, "tf32"),
     ("igemm_wmma", WGRAD, "16-bit"): ("igemm_wmma", WGRAD, "tf32"),
     ("igemm_wmma", GATHER, "3xtf32"): ("igemm_wmma", GATHER, "tf32"),
     ("igemm_simt", WGRAD, "fp32"): ("igemm_simt", GATHER, "fp32"),
@@ -163,18 +181,17 @@ def weight(measured: float, others: Iterable[float]) -> float:
     return max(LEAST_WEIGHT, 1 / (1 + distance**2))
 
 
-def read(program: pathlib.Path) -> Forms:
-    """The measured rows with their terms, by form."""
+def read(program: pathlib.Path, gpu: str = BASE) -> Forms:
+    """The measured rows of a GPU with their terms, by form."""
     selection = SelectionProgram(program)
     found: dict[Name, list[tuple]] = defaultdict(list)
-    everything = [*measured().items(), *measured_winograd().items()]
-    for problem, (key, times) in enumerate(everything):
-        xla_allowed = selection.select(key, "native", TARGET)[4] > 0
+    for problem, (key, times) in enumerate(measured(gpu)):
+        xla_allowed = selection.select(key, "native", gpu)[4] > 0
         for kernel, us in times.items():
             of = kernel
             if kernel != "xla":
                 of = f"{measured_times.instance_of(kernel)}/{measured_times.slices_of(kernel)}"
-            name, terms = selection.terms(key, of, TARGET)
+            name, terms = selection.terms(key, of, gpu)
             others = [time for other, time in times.items() if other != kernel]
             if name[0]:
                 allowed = kernel != "xla" or xla_allowed
@@ -187,33 +204,107 @@ def read(program: pathlib.Path) -> Forms:
     }
 
 
-def measured() -> dict[str, dict[str, float]]:
-    """Problem key -> "xla" or a kernel -> microseconds, of both tables."""
+def measured(gpu: str) -> list[tuple[str, dict[str, float]]]:
+    """Problem keys, and "xla" or a kernel -> microseconds, of all tables of a GPU.
+
+    Winograd's kernels are apart from the others of a problem, because auto does not choose them.
+    """
+    tables = [measured_times.table_of(gpu)]
+    if gpu == BASE:
+        tables.append(measured_times.CANDIDATES)
     times: dict[str, dict[str, float]] = {}
-    for table in (measured_times.TABLE, measured_times.CANDIDATES):
+    winograd: dict[str, dict[str, float]] = defaultdict(dict)
+    for table in tables:
         for key, (lax, kernels) in measured_times.read(table).items():
             of_key = times.setdefault(key, {})
             if lax is not None:
                 of_key.setdefault("xla", lax)
             for kernel, us in kernels.items():
-                of_key.setdefault(kernel, us)
-    return times
+                of = winograd[key] if "_winograd_" in kernel else of_key
+                of.setdefault(kernel, us)
+    if gpu == BASE:
+        for line in WINOGRAD.read_text().splitlines():
+            key, kernel, us = line.split("\t")
+            winograd[key][kernel] = float(us)
+    return [*times.items(), *winograd.items()]
 
 
-def measured_winograd() -> dict[str, dict[str, float]]:
-    """The same of Winograd's kernels, which auto does not choose."""
-    times: dict[str, dict[str, float]] = defaultdict(dict)
-    for line in WINOGRAD.read_text().splitlines():
-        key, kernel, us = line.split("\t")
-        times[key][kernel] = float(us)
-    return times
+def served(program: pathlib.Path, forms: Forms) -> set[Name]:
+    """The kernels' forms with so few rows of the H200 that another GPU's line serves it."""
+    found = set()
+    for gpu in calibrated()[1:]:
+        for name, rows in read(program, gpu).items():
+            mine = len(forms[name].measured) if name in forms else 0
+            if name in NEAREST and not is_xla(name) and mine < OWN_ROWS:
+                found |= {name} if len(rows.measured) >= max(LEAST_ROWS, mine + 1) else set()
+    return found
+
+
+def calibrated() -> list[str]:
+    """The GPUs that have measured times; first the one on whose file the others depend."""
+    others = measured_times.TABLE.parent.glob(f"{measured_times.TABLE.stem}_*.tsv")
+    names = (path.stem.removeprefix(f"{measured_times.TABLE.stem}_") for path in others)
+    return [BASE, *sorted(names)]
+
+
+def file_of(gpu: str) -> pathlib.Path:
+    """The calibration of a GPU."""
+    return CALIBRATIONS / f"{gpu}.def"
+
+
+def lines_of(gpu: str) -> dict[Name, Parameters]:
+    """The parameters of the forms that have a line in the file of a GPU."""
+    found = {}
+    for words, numbers in re.findall(r'^FORM\(((?:"[^"]*",\s*)+)(.*?)\)', _text(gpu), re.MULTILINE):
+        name = tuple(re.findall(r'"([^"]*)"', words))
+        given = [float(number) for number in numbers.split(",")]
+        found[name] = tuple(given + [1.0, unfitted(name)][len(given) - 1 :])
+    return found
+
+
+def exposed_of(gpu: str) -> float:
+    """The exposed share in the file of a GPU."""
+    return float(re.search(r"^EXPOSED\((.*)\)", _text(gpu), re.MULTILINE)[1])
+
+
+def _text(gpu: str) -> str:
+    return file_of(gpu).read_text()
+
+
+@dataclasses.dataclass(frozen=True)
+class Prior:
+    """What a fit begins from: the forms and the exposed share of another GPU, or nothing."""
+
+    parameters: Mapping[Name, Parameters] = dataclasses.field(default_factory=dict)
+    exposed: float | None = None
+    of_nearest: frozenset[Name] = frozenset()  # the forms with the parameters of the nearest form
+
+    def width(self, name: Name) -> float:
+        """The unit of the differences of a form's parameters."""
+        return PRIOR_OF_NEAREST if name in self.of_nearest else PRIOR
+
+
+NO_PRIOR = Prior()
+
+
+def prior_of(gpu: str) -> Prior:
+    """What the fit of a GPU begins from."""
+    if gpu == BASE:
+        return NO_PRIOR
+    lines = lines_of(BASE)
+    near = {
+        name: lines[NEAREST[name]]
+        for name in NEAREST
+        if name not in lines and NEAREST[name] in lines and not is_xla(name)
+    }
+    return Prior(lines | near, exposed_of(BASE), frozenset(near))
 
 
 @dataclasses.dataclass
 class Fit:
-    """Parameters of a form: SM share, DRAM share, fixed microseconds."""
+    """Parameters of a form."""
 
-    parameters: tuple[float, ...]
+    parameters: Parameters
     cost: float  # the weighted robust sum of squares
 
 
@@ -233,8 +324,11 @@ def unfitted(name: Name) -> float:
     return XLA_US if is_xla(name) else UNFITTED_US
 
 
-def free_of(name: Name, rows: Rows) -> list[bool]:
-    """Which of the three parameters the rows of a form determine."""
+def free_of(name: Name, rows: Rows | None, prior: Parameters | None = None) -> list[bool]:
+    """Which of the three parameters are fitted: those of the prior, or what the rows determine."""
+    if prior is not None:
+        enough = rows is not None and len(rows.measured) >= LEAST_ROWS
+        return [enough, enough and prior[1] != 1, enough and prior[2] != unfitted(name)]
     sm, dram = rows.terms[:, :DRAM].max(1), rows.terms[:, DRAM]
     varies = bool(dram.all()) and (sm / dram).max() > SPREAD * (sm / dram).min()
     return [True, bool(varies), fits_fixed(name, rows)]
@@ -245,9 +339,12 @@ def rounded(value: float) -> float:
     return float(f"{value:.3g}")
 
 
-def fit(name: Name, rows: Rows, exposed: float) -> Fit:
+def fit(name: Name, rows: Rows, exposed: float, begin: Prior = NO_PRIOR) -> Fit:
     """The parameters of a form by least squares."""
-    free = free_of(name, rows)
+    prior = begin.parameters.get(name)
+    free = free_of(name, rows, prior)
+    if not any(free):
+        return Fit(prior, 0)
     low, high = np.log(np.array([SM_SHARE, DRAM_SHARE, FIXED_US]))[free].T
     given = np.log(np.array([1.0, 1.0, unfitted(name)]))
 
@@ -259,9 +356,12 @@ def fit(name: Name, rows: Rows, exposed: float) -> Fit:
     def residuals(logarithms: np.ndarray) -> np.ndarray:
         error = np.log(rows.predicted(parameters(logarithms), exposed) / rows.measured)
         robust = 2 * (np.sqrt(1 + (error / ROBUST) ** 2) - 1)
-        return np.sqrt(rows.weight * robust)
+        moved = [] if prior is None else (logarithms - np.log(prior)[free]) / begin.width(name)
+        return np.append(np.sqrt(rows.weight * robust), moved)
 
     starts = np.log(np.array(STARTS))[:, free]
+    if prior is not None:
+        starts = np.clip(np.log(prior)[free], low, high)[None]
     fits = [
         least_squares(residuals, start, bounds=(low, high), xtol=1e-10, ftol=1e-10)
         for start in starts
@@ -270,31 +370,48 @@ def fit(name: Name, rows: Rows, exposed: float) -> Fit:
     return Fit(tuple(map(rounded, parameters(best.x))), best.cost)
 
 
-def nearest(name: Name, forms: Forms) -> Name | None:
+def nearest(name: Name, forms: Forms, prior: Prior = NO_PRIOR) -> Name | None:
     """The form whose parameters a form takes, if it has too few rows for its own."""
-    few = name not in forms or len(forms[name].measured) < OWN_ROWS
+    rows = len(forms[name].measured) if name in forms else 0
+    if not prior.parameters:
+        few = rows < OWN_ROWS
+    elif name in prior.of_nearest:
+        few = rows < LEAST_ROWS
+    else:
+        few = name not in prior.parameters
     return NEAREST.get(name) if few else None
 
 
-def fit_all(forms: Forms, exposed: float) -> dict[Name, Fit]:
+def fit_all(forms: Forms, exposed: float, prior: Prior = NO_PRIOR) -> dict[Name, Fit]:
     """The parameters of all forms that have their own."""
-    forms = {name: rows for name, rows in forms.items() if not nearest(name, forms)}
-    return {name: fit(name, rows, exposed) for name, rows in forms.items()}
+    fits = {}
+    for name in sorted({nearest(name, forms, prior) or name for name in forms}):
+        before = prior.parameters.get(name)
+        if name in forms:
+            fits[name] = fit(name, forms[name], exposed, prior)
+        elif before is not None:  # only forms that take its parameters have rows
+            fits[name] = Fit(before, 0)
+    return fits
 
 
-def first_fit(forms: Forms) -> tuple[float, dict[Name, Fit]]:
+def first_fit(forms: Forms, prior: Prior = NO_PRIOR) -> tuple[float, dict[Name, Fit]]:
     """The exposed share with the least cost, and the parameters of all forms."""
-    fits = {exposed: fit_all(forms, exposed) for exposed in EXPOSED}
-    exposed = min(EXPOSED, key=lambda each: sum(found.cost for found in fits[each].values()))
+    shares = EXPOSED if prior.exposed is None else (prior.exposed,)
+    fits = {exposed: fit_all(forms, exposed, prior) for exposed in shares}
+    exposed = min(shares, key=lambda each: sum(found.cost for found in fits[each].values()))
     return exposed, fits[exposed]
 
 
 class Choices:
     """All rows of the forms together, and what selection among the rows of a problem loses."""
 
-    def __init__(self, forms: Forms, names: Sequence[Name]):
+    def __init__(self, forms: Forms, names: Sequence[Name], prior: Prior = NO_PRIOR):
         """``names``: the forms with parameters, in the order of the logarithms."""
-        own = [nearest(name, forms) or name for name in forms]
+        own = [nearest(name, forms, prior) or name for name in forms]
+        weights = [name in prior.parameters and prior.width(name) ** -2 for name in names]
+        before = [prior.parameters.get(name, (1.0, 1.0, 1.0)) for name in names]
+        self.prior = np.log(before)
+        self.prior_weight = np.array(weights, float)[:, None]
         rows = list(forms.values())
         self.form = np.repeat([names.index(name) for name in own], [len(r.keys) for r in rows])
         self.problem, self.terms, self.measured, self.weight, self.allowed = (
@@ -314,6 +431,7 @@ class Choices:
         Args:
             logarithms: of the parameters of each form, form by form, and of the exposed share.
         """
+        moved = logarithms[:-1].reshape(-1, 3) - self.prior
         parameters, exposed = np.exp(logarithms[:-1].reshape(-1, 3)), np.exp(logarithms[-1])
         shares = np.repeat(parameters[:, :2], (DRAM, 1), axis=1)[self.form]
         overlapped = self.terms[:, :OVERLAPPED] / shares
@@ -343,17 +461,20 @@ class Choices:
             [np.bincount(self.form, by, len(parameters)) for by in (by_sm, by_dram, slope * fixed)],
             1,
         )
+        cost += np.sum(self.prior_weight * moved**2)
+        gradient += 2 * self.prior_weight * moved
         return cost, np.append(gradient.ravel(), np.sum(slope * others * exposed))
 
 
-def best_fit(forms: Forms) -> tuple[float, dict[Name, Fit]]:
+def best_fit(forms: Forms, prior: Prior = NO_PRIOR) -> tuple[float, dict[Name, Fit]]:
     """The exposed share and the parameters of all forms, by both fits."""
-    exposed, fits = first_fit(forms)
+    exposed, fits = first_fit(forms, prior)
     names = list(fits)
-    choices = Choices(forms, names)
+    choices = Choices(forms, names, prior)
     start = np.log(np.append(np.concatenate([fits[n].parameters for n in names]), exposed))
-    bounds = [each for n in names for each in limits(n, forms[n], fits[n].parameters)]
-    bounds.append(tuple(np.log([EXPOSED[0], EXPOSED[-1]])))
+    bounds = [each for n in names for each in limits(n, forms.get(n), fits[n].parameters, prior)]
+    shares = (EXPOSED[0], EXPOSED[-1]) if prior.exposed is None else (prior.exposed,) * 2
+    bounds.append(tuple(np.log(shares)))
     found = minimize(
         choices.cost,
         start,
@@ -367,24 +488,28 @@ def best_fit(forms: Forms) -> tuple[float, dict[Name, Fit]]:
     return exposed, {n: Fit(v, fits[n].cost) for n, v in zip(names, each, strict=True)}
 
 
-def limits(name: Name, rows: Rows, first: Sequence[float]) -> list[tuple[float, float]]:
+def limits(
+    name: Name, rows: Rows | None, first: Parameters, prior: Prior
+) -> list[tuple[float, float]]:
     """Bounds of the logarithms of a form's parameters; those that are not fitted stay."""
-    free = free_of(name, rows)
+    free = free_of(name, rows, prior.parameters.get(name))
     ends = (SM_SHARE, DRAM_SHARE, FIXED_US)
     given = [end if may else (v, v) for may, end, v in zip(free, ends, first, strict=True)]
     return [(float(np.log(low)), float(np.log(high))) for low, high in given]
 
 
-def line(name: Name, rows: Rows, found: Fit, exposed: float) -> str:
+def line(name: Name, rows: Rows | None, found: Fit, exposed: float) -> str:
     """A form's line of the calibration; without the last parameters that are the default."""
-    ratios = rows.predicted(found.parameters, exposed) / rows.measured
-    least, median, most = (f"{value:4.2f}" for value in np.quantile(ratios, (0, 0.5, 1)))
     numbers = list(found.parameters)
     if numbers[2] == unfitted(name):
         numbers = numbers[: 1 if numbers[1] == 1 else 2]
     words = [f"{json.dumps(word)}," for word in name]
     text = f"FORM({words[0]:26}{words[1]:17}{words[2]:11}"
     text += ", ".join(f"{value:6.4g}" for value in numbers) + ")"
+    if rows is None:
+        return f"{text:81}  //   0"
+    ratios = rows.predicted(found.parameters, exposed) / rows.measured
+    least, median, most = (f"{value:4.2f}" for value in np.quantile(ratios, (0, 0.5, 1)))
     return f"{text:81}  // {len(rows.measured):3} {least} {median} {most}"
 
 
@@ -437,87 +562,65 @@ FOOTER = """\
 """
 
 
-def calibration(program: pathlib.Path) -> str:
-    """The text of the file."""
-    forms = read(program)
-    exposed, fits = best_fit(forms)
-    facts = measured_times.facts(measured_times.TABLE)
-    text = HEADER.format(
-        facts="\n".join(f"// {name}: {value}" for name, value in facts.items()),
-        rows=ROWS,
-        own_rows=OWN_ROWS,
-        short=SHORT_US,
-    )
+# The file of a GPU with a prior.
+SMALL_HEADER = """\
+// Calibration of predicted times, written by "python tools/calibrate.py" from the times in
+// tests/cc/{table}; never edited. The times:
+//
+{facts}
+//
+// FORM(form, operations, operands, share of the SM's rates, share of the DRAM rate, fixed us)
+//   // measured rows; least, median and greatest predicted / measured
+//
+// A few rows move the parameters of {base}.def, the prior, as far as they agree about it; those of
+// the nearest form, where {base}.def has no line. Where it has no LIKE either, this line serves the
+// {base} and all GPUs without a file.
+// What has no line here is that of {base}.def: forms with less than {least_rows} rows, the exposed
+// share, default fixed times, LIKE.
+"""
+SMALL_FOOTER = "#undef FORM\n"
+
+
+def calibration(program: pathlib.Path, gpu: str = BASE) -> str:
+    """The text of the file of a GPU."""
+    forms, prior = read(program, gpu), prior_of(gpu)
+    elsewhere = served(program, forms) if gpu == BASE else set()
+    forms = {name: rows for name, rows in forms.items() if name not in elsewhere}
+    exposed, fits = best_fit(forms, prior)
+    table = measured_times.table_of(gpu)
+    facts = "\n".join(f"// {name}: {value}" for name, value in measured_times.facts(table).items())
+    if gpu != BASE:
+        fits = {n: f for n, f in fits.items() if any(free_of(n, forms.get(n), f.parameters))}
+    lines = [line(name, forms.get(name), found, exposed) for name, found in sorted(fits.items())]
+    if gpu != BASE:
+        text = SMALL_HEADER.format(facts=facts, table=table.name, base=BASE, least_rows=LEAST_ROWS)
+        return "\n".join([text.rstrip("\n"), *lines, SMALL_FOOTER])
+    text = HEADER.format(facts=facts, rows=ROWS, own_rows=OWN_ROWS, short=SHORT_US)
     text += f"EXPOSED({exposed:g})\nUNFITTED_US({UNFITTED_US:g})\nXLA_US({XLA_US:g})"
-    lines = [line(name, forms[name], found, exposed) for name, found in sorted(fits.items())]
-    likes = [like(name, near) for name in NEAREST if (near := nearest(name, forms))]
+    likes = [
+        like(name, near)
+        for name in NEAREST
+        if name not in elsewhere and (near := nearest(name, forms))
+    ]
     return "\n".join([text, *lines, *likes, FOOTER])
 
 
-def held_out(forms: Forms, parts: int = 5) -> dict[Name, np.ndarray]:
-    """log(predicted / measured) of every row, by the fit of the layers of the other parts."""
-    layers = sorted({layer_of(key) for rows in forms.values() for key in rows.keys})
-    part = {layer: i % parts for i, layer in enumerate(layers)}
-    errors = {name: np.zeros(len(rows.keys)) for name, rows in forms.items()}
-    for i in range(parts):
-        out = {
-            n: np.array([part[layer_of(k)] == i for k in rows.keys]) for n, rows in forms.items()
-        }
-        kept = {n: rows.chosen(~out[n]) for n, rows in forms.items() if not out[n].all()}
-        exposed, fits = best_fit(kept)
-        for name, which in out.items():
-            own = nearest(name, forms) or name
-            if which.any() and own in fits:
-                rows = forms[name].chosen(which)
-                ratio = rows.predicted(fits[own].parameters, exposed) / rows.measured
-                errors[name][which] = np.log(ratio)
-            else:
-                errors[name][which] = np.nan
-    return errors
-
-
-def layer_of(key: str) -> str:
-    """A problem's layer: the key without operation, operands and precision."""
-    return key.split(" ", 3)[3]
-
-
-def check(program: pathlib.Path) -> str:
-    """A table of the median errors of each form, in the fit and held out."""
-    forms = read(program)
-    exposed, fits = best_fit(forms)
-    unseen = held_out(forms)
-    lines = ["form, operations, operands: rows, median abs(log) in the fit, held out"]
-    every: dict[str, list[np.ndarray]] = defaultdict(list)
-    for name, rows in forms.items():
-        parameters = fits[nearest(name, forms) or name].parameters
-        ratio = rows.predicted(parameters, exposed) / rows.measured
-        pair = np.abs(np.log(ratio)), np.abs(unseen[name])
-        every["xla" if is_xla(name) else "kernels"].append(np.array(pair))
-        medians = ", ".join(f"{np.nanmedian(each):.3f}" for each in pair)
-        lines.append(f"{', '.join(name)}: {len(rows.keys)}, {medians}")
-    for side, pairs in every.items():
-        medians = np.nanmedian(np.concatenate(pairs, axis=1), axis=1)
-        lines.append(f"all of {side}: {', '.join(f'{median:.3f}' for median in medians)}")
-    return "\n".join(lines)
-
-
 def main(argv: Sequence[str]) -> int:
-    """Writes the file; returns the exit status."""
+    """Writes the files; returns the exit status."""
     parser = argparse.ArgumentParser(prog="calibrate.py", description=__doc__)
+    parser.add_argument("--gpu", choices=calibrated(), help="of this GPU; default: of all")
     parser.add_argument("--program", type=pathlib.Path, help="choices_test, if it is compiled")
-    parser.add_argument("--check", action="store_true", help="print errors, write nothing")
     chosen = parser.parse_args(argv)
     import bench_problems
 
     program = chosen.program or bench_problems.built()
-    if chosen.check:
-        print(check(program))
-        return 0
-    while (text := calibration(program)) != CALIBRATION.read_text():
-        CALIBRATION.write_text(text)
-        if chosen.program:
-            break
-        program = bench_problems.built()
+    for gpu in [chosen.gpu] if chosen.gpu else calibrated():
+        file = file_of(gpu)
+        while (text := calibration(program, gpu)) != (file.read_text() if file.exists() else ""):
+            file.write_text(text)
+            if chosen.program:
+                break
+            program = bench_problems.built()
     return 0
 
 

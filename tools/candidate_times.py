@@ -1,12 +1,14 @@
-"""Measures kernels of problems, also with epilogues, for ``tests/cc/measured_candidates.tsv``.
+"""Measures kernels of problems, also with epilogues, for the tables of measured times.
 
     python tools/candidate_times.py problems.tsv --json times.json --seconds 200
-    python tools/candidate_times.py --add times.json --program build/choices/choices_test
+    python tools/candidate_times.py --add times.json
+    python tools/candidate_times.py --add times.json --gpu h100
 
 A line of the first file is a problem key, as ``jaxconv.explain`` shows it, and instances or "xla",
 separated by tabs. The first command needs a GPU. It runs programs of several convolutions, as
-the bench does, and writes device times after every few problems. The second adds them to the table;
-the program, which needs no GPU, says into how many slices each instance divides the problem.
+the bench does, and writes device times after every few problems. The second adds them to
+``tests/cc/measured_candidates.tsv``, or with ``--gpu`` to the GPU's own table. Times of the
+problems of ``unseen_problems.py`` stay out.
 """
 
 from __future__ import annotations
@@ -35,12 +37,13 @@ from jax import lax
 from jaxconv._src.conv import fused, primitives
 from jaxconv._src.problem.epilogue import Epilogue, finish
 from jaxconv._src.problem.spec import ConvSpec, Op
-from jaxconv.bench import environment, measure, trace
+from jaxconv.bench import environment, measure, program, trace
 
 DTYPES = {"bf16": jnp.bfloat16, "f16": jnp.float16, "f32": jnp.float32}
 L2_BYTES = 50e6
 MOST_COPIES = 48
 STARTS = 4  # of a program in its trace
+COMMAND = "python tools/candidate_times.py problems.tsv --json times.json"  # of a new table
 
 
 class Problem(NamedTuple):
@@ -137,15 +140,15 @@ def xla(problem: Problem) -> Callable[..., Any]:
     return {Op.FPROP: fprop, Op.DGRAD: dgrad, Op.WGRAD: wgrad}[problem.op]
 
 
-def compiled(key: str, candidate: str) -> Callable[..., Any]:
-    """A program of several convolutions by a candidate."""
+def compiled(key: str, candidate: str) -> tuple[Callable[..., Any], int]:
+    """A program of several convolutions by a candidate, and the slices of its kernel."""
     problem = parse(key)
     one = jax.jit(xla(problem) if candidate == "xla" else ours(problem, candidate))
     several = jax.jit(lambda sets: [one(*operands) for operands in sets])
     lowered = several.lower([problem.operands()] * problem.copies())
     if candidate != "xla" and candidate not in lowered.as_text():
         raise ValueError("another kernel was lowered")
-    return lowered.compile()
+    return lowered.compile(), program.slices_of(lowered)
 
 
 def draw(problem: Problem) -> list[list[jax.Array]]:
@@ -171,7 +174,8 @@ def microseconds(run: Callable[..., Any], sets: list[list[jax.Array]]) -> float:
 def measure_all(tasks: Sequence[Sequence[str]], seconds: float, jobs: int, path: pathlib.Path):
     """Compiles several problems ahead in threads, measures them, and writes the file."""
     start, size = time.perf_counter(), 3 * jobs
-    content: dict[str, Any] = {"environment": environment.describe(), "us": {}, "failures": {}}
+    content: dict[str, Any] = {"environment": environment.describe()}
+    content |= {"us": {}, "slices": {}, "failures": {}}
     with ThreadPoolExecutor(jobs) as pool:
         for at in range(0, len(tasks), size):
             batch = tasks[at : at + size]
@@ -185,32 +189,43 @@ def measure_all(tasks: Sequence[Sequence[str]], seconds: float, jobs: int, path:
                 sets = draw(parse(key))
                 for candidate in candidates:
                     try:
-                        us = microseconds(futures.pop((key, candidate)).result(), sets)
-                        content["us"].setdefault(key, {})[candidate] = us
+                        run, slices = futures.pop((key, candidate)).result()
+                        content["us"].setdefault(key, {})[candidate] = microseconds(run, sets)
+                        if slices > 1:
+                            content["slices"].setdefault(key, {})[candidate] = slices
                     except Exception as error:
                         content["failures"][f"{key} {candidate}"] = measure.first_line(error)
             path.write_text(json.dumps(content, indent=1))
 
 
-def add(path: pathlib.Path, choices_test: pathlib.Path) -> None:
-    """Puts the times of a file into the table."""
-    from selection_program import SelectionProgram
+def add(paths: Sequence[pathlib.Path], gpu: str) -> None:
+    """Puts the times of files into the table of a GPU."""
+    import unseen_problems
 
-    selection = SelectionProgram(choices_test)
-    times = measured_times.read(measured_times.CANDIDATES)
-    for key, us in json.loads(path.read_text())["us"].items():
-        of_xla, kernels = times.get(key, (None, {}))
-        for candidate, value in us.items():
-            if candidate == "xla":
-                of_xla = value
+    table = measured_times.CANDIDATES if gpu == "h200" else measured_times.table_of(gpu)
+    times = measured_times.read(table) if table.exists() else {}
+    unseen = unseen_problems.problems()
+    for path in paths:
+        content = json.loads(path.read_text())
+        measured = content["environment"]
+        measured_times.expect(gpu, measured["device"], path)
+        for key, us in content["us"].items():
+            if key in unseen:
                 continue
-            slices = selection.select(key, candidate, "h200")[2]
-            same = [name for name in kernels if measured_times.instance_of(name) == candidate]
-            for name in same:
-                del kernels[name]
-            kernels[candidate + (f"/{slices}" if slices > 1 else "")] = value
-        times[key] = of_xla, kernels
-    measured_times.write(measured_times.CANDIDATES, times)
+            of_xla, kernels = times.get(key, (None, {}))
+            for candidate, value in us.items():
+                if candidate == "xla":
+                    of_xla = value
+                    continue
+                slices = content["slices"].get(key, {}).get(candidate, 1)
+                same = [name for name in kernels if measured_times.instance_of(name) == candidate]
+                for name in same:
+                    del kernels[name]
+                kernels[candidate + (f"/{slices}" if slices > 1 else "")] = value
+            times[key] = of_xla, kernels
+    facts = {"gpu": measured["device"], "driver": measured["driver"], "jax": measured["jax"]}
+    facts |= {"commit": measured["commit"], "command": COMMAND}
+    measured_times.write(table, times, facts)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -220,14 +235,14 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--json", type=pathlib.Path, default=pathlib.Path("times.json"))
     parser.add_argument("--seconds", type=float, default=600)
     parser.add_argument("--compile-jobs", type=int, default=8)
-    parser.add_argument("--add", type=pathlib.Path, metavar="TIMES.json")
-    parser.add_argument("--program", type=pathlib.Path, help="choices_test, for --add")
+    parser.add_argument("--add", nargs="+", type=pathlib.Path, metavar="TIMES.json")
+    parser.add_argument("--gpu", default="h200", help="whose table, for --add; default: h200")
     arguments = parser.parse_args(argv)
     if arguments.problems:
         tasks = [line.split("\t") for line in arguments.problems.read_text().splitlines()]
         measure_all(tasks, arguments.seconds, arguments.compile_jobs, arguments.json)
     if arguments.add:
-        add(arguments.add, arguments.program)
+        add(arguments.add, arguments.gpu)
     return 0
 
 

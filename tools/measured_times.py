@@ -23,12 +23,25 @@ from jaxconv._src.problem.spec import problem_key
 from jaxconv.bench.problem import Row
 
 TABLE = pathlib.Path(__file__).parents[1] / "tests" / "cc" / "measured_times.tsv"
+GPUS = TABLE.parents[2] / "cc" / "cuda" / "calibration" / "gpus.def"
 # Times of more kernels, and of problems that are no layer of the bench; "-": lax was not timed.
 CANDIDATES = TABLE.with_name("measured_candidates.tsv")
 
 # Problem key -> (microseconds of lax, if known; microseconds of kernels). A kernel is an instance,
 # with "/" and its slices where there are several.
 Times = dict[str, tuple[float | None, dict[str, float]]]
+
+
+def table_of(gpu: str) -> pathlib.Path:
+    """The table of a GPU, by the name of its target."""
+    return TABLE if gpu == "h200" else TABLE.with_name(f"{TABLE.stem}_{gpu}.tsv")
+
+
+def expect(gpu: str, device: str, path: pathlib.Path) -> None:
+    """Raises ValueError if a file's times are of another GPU than the target."""
+    part = re.search(rf'^GPU\("{gpu}",\s*"([^"]*)"', GPUS.read_text(), re.MULTILINE)[1]
+    if part not in device:
+        raise ValueError(f"{path}: expected times of an {part}, got {device}")
 
 
 def instance_of(kernel: str) -> str:
@@ -59,10 +72,13 @@ def read(path: pathlib.Path) -> Times:
     return found
 
 
-def write(path: pathlib.Path, times: Times) -> None:
-    """Writes the table below its facts, each problem's fastest kernel first."""
-    before = facts(path) if path.exists() else {}
-    lines = [f"# {name}: {value}" for name, value in before.items()]
+def write(path: pathlib.Path, times: Times, new: dict[str, str] | None = None) -> None:
+    """Writes the table below its facts, each problem's fastest kernel first.
+
+    ``new``: the facts of a table that does not exist yet.
+    """
+    stated = facts(path) if path.exists() else new or {}
+    lines = [f"# {name}: {value}" for name, value in stated.items()]
     for key, (lax, kernels) in times.items():
         ordered = sorted(kernels.items(), key=lambda item: item[1])
         of_lax = "-" if lax is None else f"{lax:.4g}"
@@ -78,8 +94,9 @@ def rows(path: pathlib.Path) -> Iterator[Row]:
     """
     content = json.loads(path.read_text())
     facts = content["environment"]
-    if "H200" not in facts["device"] or facts["clock"] != "the device's":
-        raise ValueError(f"{path}: expected --device-time on an H200, got {facts['device']}")
+    expect("h200", facts["device"], path)
+    if facts["clock"] != "the device's":
+        raise ValueError(f"{path}: expected --device-time")
     for found in content["rows"]:
         row = Row.from_json(found, facts["platform"])
         lax = row.sides.get("lax")

@@ -1,54 +1,46 @@
 """Compares predictions with times of problems that no fit has seen.
 
-    python tools/unseen_problems.py --predict build/choices/choices_test new.tsv
-    python tools/unseen_problems.py --measure old.tsv new.tsv --part 0 2 --json unseen_0.json
-    python tools/unseen_problems.py --evaluate unseen_?.json --predictions old.tsv new.tsv
+    python tools/unseen_problems.py --predict build/choices/choices_test new.tsv --gpu h100
+    python tools/unseen_problems.py --list candidates.tsv --predictions old.tsv new.tsv
+    python tools/candidate_times.py candidates.tsv --json unseen.json
+    python tools/unseen_problems.py --evaluate unseen.json --predictions old.tsv:0.97 new.tsv
 
-The first command writes the predictions of a build, XLA's included, for 150 problems drawn with one
-seed: dense, pointwise, grouped and depthwise layers and layers of few channels, in every operand
-type and operation. The second needs a GPU: it measures XLA's convolution and every kernel that one
-of the files ranks among its first three; ``--part`` divides them among GPUs. The third prints, for
-each file, the mean loss of auto against the best measured candidate, and for each family the median
-of abs(log(predicted / measured)).
+The first command writes the predictions of a build for a GPU, XLA's included, for 150 problems
+drawn with one seed: dense, pointwise, grouped and depthwise layers and layers of few channels, in
+every operand type and operation. The second lists XLA's convolution and every kernel that one of
+the files ranks among its first three; the third needs the GPU and measures them. The last prints,
+for each file, the mean loss of auto against the best measured candidate, and for each family the
+median of abs(log(predicted / measured)). A number behind a file is the share of a kernel's
+prediction below which XLA gets a layer, if the build had another one (kXlaShare in
+cc/cuda/select.cc).
 
-No times of these problems may enter ``tests/cc/measured_times.tsv``.
+No times of these problems may enter a table of measured times.
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
-import functools
 import json
 import pathlib
 import re
 import sys
 from collections import defaultdict
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "tests" / "support"))
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
-import jax
 import numpy as np
 
 from jaxconv._src.problem.spec import Op, problem_key
-from jaxconv.bench import environment, layers, measure, program, trace
-from jaxconv.bench.compiled import compile_program
+from jaxconv.bench import layers
 from jaxconv.bench.problem import Problem
 
 SEED = 20261124
 COUNTS = {"dense": 60, "pointwise": 30, "depthwise": 20, "grouped": 20, "few channels": 20}
 TYPES = (("bf16", "default"), ("f16", "default"), ("f32", "default"), ("f32", "highest"))
-TARGET = "h200"
 FIRST = 3  # candidates of each file
-TRACED = 3  # traces of each program
-
-# XLA gets a layer below this share of the kernel's prediction (kXlaShare in cc/cuda/select.cc), at
-# the commit of the old predictions and now.
-OLD_SHARE, NEW_SHARE = 0.97, 0.99
+XLA_SHARE = 0.99  # kXlaShare in cc/cuda/select.cc
 
 MOST_FLOP, LEAST_FLOP, MOST_BYTES = 6e10, 1e8, 6e8
 
@@ -102,8 +94,8 @@ def problems() -> dict[str, tuple[str, Problem]]:
     return found
 
 
-def predict(choices_test: pathlib.Path) -> Predictions:
-    """The predictions of a build for all problems."""
+def predict(choices_test: pathlib.Path, gpu: str) -> Predictions:
+    """The predictions of a build for all problems on a GPU."""
     import kernel_tables
     from selection_program import SelectionProgram
 
@@ -116,10 +108,10 @@ def predict(choices_test: pathlib.Path) -> Predictions:
             exact = "3xtf32" not in instance.name or problem.precision != "default"
             plain = not instance.name.endswith(("_padded", "_fused"))
             if mine and exact and plain and not instance.family.startswith("winograd"):
-                name, _, _, ours, *_ = selection.select(key, instance.name, TARGET)
+                name, _, _, ours, *_ = selection.select(key, instance.name, gpu)
                 if name:
                     of_key[name] = ours
-        xla = selection.select(key, "native", TARGET)[4]
+        xla = selection.select(key, "native", gpu)[4]
         if xla > 0:
             of_key["xla"] = xla
     return found
@@ -149,60 +141,19 @@ def candidates(key: str, files: Sequence[Predictions]) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def measure_all(
-    files: Sequence[Predictions], jobs: int, part: tuple[int, int], path: pathlib.Path
-) -> None:
-    """Measures all candidates on a GPU and writes their device times after each problem.
+def evaluate(measured: Predictions, predictions: Predictions, share: float) -> str:
+    """Mean loss of auto and median errors, by kind and by operands.
 
-    ``part``: (i, n) takes every n-th problem from the i-th on.
+    Args:
+        measured: times; other problems than the drawn ones do not count.
+        predictions: what is compared with them.
+        share: of a kernel's prediction, below which XLA gets a layer.
     """
-    wanted = dict(list(problems().items())[part[0] :: part[1]])
-    content: dict[str, Any] = {"environment": environment.describe(), "seed": SEED, "problems": {}}
-
-    def compiled(problem: Problem, candidate: str, copies: int):
-        side = "lax" if candidate == "xla" else "jaxconv"
-        algorithm = "native" if candidate == "xla" else candidate
-        asked = dataclasses.replace(problem, algorithm=algorithm)
-        library = program.libraries(asked)[side]
-        shapes = [problem.layer.shape(role) for role in problem.op.roles[:2]]
-        operands = tuple(jax.ShapeDtypeStruct(s, problem.operand_dtype) for s in shapes)
-        return library, compile_program(library, [operands] * copies)
-
-    with ThreadPoolExecutor(jobs) as pool:
-        futures = {}
-        for key, (_, problem) in wanted.items():
-            copies = measure.copies_of(problem, "cuda", True)
-            for candidate in candidates(key, files):
-                futures[key, candidate] = pool.submit(compiled, problem, candidate, copies)
-        for future in futures.values():  # nothing compiles beside a measurement
-            future.exception()
-        for key, (kind, problem) in wanted.items():
-            copies = measure.copies_of(problem, "cuda", True)
-            operands = program.operands(problem, copies)
-            times, failures = {}, {}
-            for candidate in candidates(key, files):
-                try:
-                    library, several = futures.pop((key, candidate)).result()
-                    run = program.program(library, operands, several)
-                    run(1)
-                    seconds = [
-                        trace.union_seconds(trace.device_events(functools.partial(run, 1)))
-                        for _ in range(TRACED)
-                    ]
-                    times[candidate] = 1e6 * float(np.median(seconds)) / copies
-                except Exception as error:
-                    failures[candidate] = measure.first_line(error)
-            content["problems"][key] = {"kind": kind, "us": times, "failures": failures}
-            path.write_text(json.dumps(content, indent=1))
-
-
-def evaluate(measured: dict[str, Any], predictions: Predictions, share: float) -> str:
-    """Mean loss of auto and median errors, by kind and by operands."""
     loss: dict[str, list[float]] = defaultdict(list)
     errors: dict[str, list[float]] = defaultdict(list)
     below, unknown = 0, 0
-    for key, found in measured["problems"].items():
-        times, predicted = found["us"], predictions[key]
+    for key, (kind, _) in problems().items():
+        times, predicted = measured.get(key, {}), predictions[key]
         operands = " ".join(key.split()[1:3]).split(":")[0] + " " + key.split()[2]
         for candidate, us in times.items():
             if candidate in predicted:
@@ -222,7 +173,7 @@ def evaluate(measured: dict[str, Any], predictions: Predictions, share: float) -
         allowed = {c: us for c, us in times.items() if c != "xla" or "xla" in predicted}
         lost = times[chosen] / min(allowed.values()) - 1
         below += "xla" in allowed and times["xla"] < 0.95 * times[chosen]
-        for group in ("all", found["kind"], operands):
+        for group in ("all", kind, operands):
             loss[group].append(lost)
     lines = [f"{group}: {100 * np.mean(v):.2f} % of {len(v)}" for group, v in loss.items()]
     lines += [
@@ -236,24 +187,25 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="unseen_problems.py", description=__doc__)
     path = pathlib.Path
     parser.add_argument("--predict", nargs=2, type=path, metavar=("choices_test", "FILE.tsv"))
-    parser.add_argument("--measure", nargs=2, type=path, metavar=("OLD.tsv", "NEW.tsv"))
-    parser.add_argument("--json", type=path, default=path("unseen.json"))
-    parser.add_argument("--compile-jobs", type=int, default=8)
-    parser.add_argument("--part", nargs=2, type=int, default=(0, 1), metavar=("I", "N"))
-    parser.add_argument("--evaluate", nargs="+", type=path, metavar="JSON")
-    parser.add_argument("--predictions", nargs=2, type=path, metavar=("OLD.tsv", "NEW.tsv"))
+    parser.add_argument("--gpu", default="h200", help="of --predict; default: h200")
+    parser.add_argument("--list", type=path, metavar="CANDIDATES.tsv")
+    parser.add_argument("--evaluate", nargs="+", type=path, metavar="TIMES.json")
+    parser.add_argument("--predictions", nargs="+", default=[], metavar="FILE.tsv[:SHARE]")
     arguments = parser.parse_args(argv)
     if arguments.predict:
-        write(arguments.predict[1], predict(arguments.predict[0]))
-    if arguments.measure:
-        files = [read(file) for file in arguments.measure]
-        measure_all(files, arguments.compile_jobs, arguments.part, arguments.json)
+        write(arguments.predict[1], predict(arguments.predict[0], arguments.gpu))
+    shares = dict(given.partition(":")[::2] for given in arguments.predictions)
+    files = {name: read(path(name)) for name in shares}
+    if arguments.list:
+        lines = ["\t".join([key, *candidates(key, [*files.values()])]) for key in problems()]
+        arguments.list.write_text("\n".join(lines) + "\n")
     if arguments.evaluate:
-        measured: dict[str, Any] = {"problems": {}}
+        measured: Predictions = {}
         for file in arguments.evaluate:
-            measured["problems"] |= json.loads(file.read_text())["problems"]
-        for file, share in zip(arguments.predictions, (OLD_SHARE, NEW_SHARE), strict=True):
-            print(f"{file}\n{evaluate(measured, read(file), share)}\n")
+            measured |= json.loads(file.read_text())["us"]
+        for name, share in shares.items():
+            text = evaluate(measured, files[name], float(share or XLA_SHARE))
+            print(f"{name}\n{text}\n")
     return 0
 
 

@@ -16,6 +16,7 @@ Gpu Present(const char* name, int major, int minor, double clock_ghz, double dra
   gpu.name = name;
   gpu.cc_major = major;
   gpu.cc_minor = minor;
+  gpu.sm_count = 132;
   FillRates(clock_ghz, dram_bytes_per_us, &gpu);
   return gpu;
 }
@@ -54,6 +55,8 @@ void TestPresent() {
   const Gpu silent = Present("NVIDIA Something", 8, 0, 0, 0);
   Expect(silent.clock_ghz == Model("a100").clock_ghz,
          "a driver that does not tell changes nothing");
+  Expect(h200.product == "h200" && other.product == "l40s" && silent.product == "a100",
+         "the rates are of a line of gpus.def");
 }
 
 void TestCalibration() {
@@ -62,11 +65,36 @@ void TestCalibration() {
     Expect(found.find(text) != std::string::npos, found + " lacks " + text);
   };
   says(Present("NVIDIA H200", 9, 0, 0, 0), "fitted to times of this GPU");
-  says(Present("NVIDIA H100 80GB HBM3", 9, 0, 0, 0), "1.01 x the clock, 0.70 x the memory rate");
+  Gpu fewer = Present("NVIDIA H200", 9, 0, 0, 0);
+  fewer.sm_count = 66;
+  says(fewer, "h200.def, scaled by this GPU's rates (0.50 x the SMs, 1.00 x the clock");
+  // An H100 may have its own file.
+  const std::string of_h100 = CalibrationOf(Present("NVIDIA H100 80GB HBM3", 9, 0, 0, 0));
+  Expect(of_h100 == "h100.def, fitted to times of this GPU" ||
+             of_h100.find("h200.def, scaled by this GPU's rates (1.00 x the SMs, 1.01 x the "
+                          "clock, 0.70 x the memory rate)") == 0,
+         of_h100);
   says(Model("a100"), "0.82 x the SMs");
   says(Model("a100"), "no GPU of this architecture was measured");
   Expect(CalibrationOf(Model("h100")).find("architecture") == std::string::npos,
          "an H100 has the architecture of the H200");
+}
+
+void TestForms() {
+  const char* const names[] = {"igemm_wgmma", "fprop, dgrad", "16-bit"};
+  auto line = [&](const char* target) {
+    return FindFormTime(names[0], names[1], names[2], Model(target));
+  };
+  Expect(line("a100") == line("h200") && line("h200") != nullptr,
+         "a GPU without a file has the H200's lines");
+  const Gpu a100 = Model("a100"), h100 = Model("h100");
+  Expect(FindFormTime("igemm_wmma", "wgrad", "16-bit", a100) ==
+             FindFormTime("igemm_wmma", "wgrad", "tf32", a100),
+         "LIKE names the line of another form");
+  Expect(FindFormTime("igemm_wmma", "wgrad", "16-bit", h100) ==
+             FindFormTime("igemm_wmma", "wgrad", "tf32", h100),
+         "and of the GPU's own file");
+  Expect(FindFormTime("igemm_wgmma", "fprop", "16-bit", h100) == nullptr, "there is no such form");
 }
 
 }  // namespace
@@ -76,6 +104,7 @@ int main() {
   jaxconv::TestTargets();
   jaxconv::TestPresent();
   jaxconv::TestCalibration();
+  jaxconv::TestForms();
   std::printf("gpu_test: %d failures\n", jaxconv::failures);
   return jaxconv::failures != 0;
 }

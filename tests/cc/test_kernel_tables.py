@@ -71,11 +71,12 @@ def test_the_tables_are_there_and_name_every_instance_once():
     assert not missing, f"no such device kernels: {missing}"
 
 
-@pytest.mark.parametrize(
-    "table", ["measured_times.tsv", "measured_candidates.tsv", "winograd_measured.tsv"]
-)
+MEASURED = sorted(pathlib.Path(__file__).parent.glob("*measured*.tsv"))
+
+
+@pytest.mark.parametrize("table", MEASURED, ids=lambda path: path.stem)
 def test_measured_times_are_of_kernels_that_exist(table):
-    text = (pathlib.Path(__file__).parent / table).read_text()
+    text = table.read_text()
     named = set(re.findall(r"\b(?:fprop|dgrad|wgrad)_\w+", text))
     assert named <= {instance.name for instance in kernel_tables.all_instances()}
 

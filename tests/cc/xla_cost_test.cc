@@ -83,9 +83,8 @@ void TestGrowth() {
         more.c *= more.groups > 1 ? 2 : 1;
         more.k *= 2;
         Expect(PredictXlaMicroseconds(more, h200) > us, "grows with the channels: " + key);
-        // An H100 has less bandwidth, and a clock 0.5 % higher.
-        const double h100 = Predict(key, "h100"), a100 = Predict(key, "a100");
-        Expect(us < 1.01 * h100 && 1.2 * h100 < a100, "H200, H100, A100: " + key);
+        // An A100 has 0.47 of the bandwidth, 0.82 of the SMs and 0.72 of the clock.
+        Expect(1.18 * us < Predict(key, "a100"), "H200, A100: " + key);
       }
     }
   }
@@ -150,16 +149,13 @@ const char* const kExceptions[] = {
     "fprop bf16:bf16:bf16 default b1 n256 g1 c3 k32 i224x224 f3x3 o112x112 s2x2 l1x1 d1x1 p1_1x1_1",  //  256 images": 1.09
     "wgrad bf16:bf16:bf16 default b1 n128 g1 c128 k256 i56x56 f1x1 o56x56 s1x1 l1x1 d1x1 p0_0x0_0",  //  128 images": 1.07
     "wgrad bf16:bf16:bf16 default b1 n128 g1 c256 k128 i56x56 f1x1 o56x56 s1x1 l1x1 d1x1 p0_0x0_0",  //  128 images": 1.07
-    "wgrad bf16:bf16:bf16 default b1 n256 g1 c16 k96 i112x112 f1x1 o112x112 s1x1 l1x1 d1x1 p0_0x0_0",  //  256 images": 1.06
     "dgrad f32:f32:f32 default b1 n128 g1 c192 k384 i28x28 f2x2 o14x14 s2x2 l1x1 d1x1 p0_0x0_0",  //  128 images": 1.07
     "dgrad f32:f32:f32 default b1 n128 g32 c1024 k1024 i14x14 f3x3 o7x7 s2x2 l1x1 d1x1 p1_1x1_1",  //  128 images": 1.08
     "dgrad f32:f32:f32 default b1 n256 g1 c144 k32 i28x28 f1x1 o28x28 s1x1 l1x1 d1x1 p0_0x0_0",  //  256 images": 1.10
-    "dgrad f32:f32:f32 default b1 n256 g1 c576 k160 i7x7 f1x1 o7x7 s1x1 l1x1 d1x1 p0_0x0_0",  //  256 images": 1.06
     "fprop f32:f32:f32 default b1 n256 g1 c32 k192 i28x28 f1x1 o28x28 s1x1 l1x1 d1x1 p0_0x0_0",  //  256 images": 1.10
     "fprop f32:f32:f32 default b1 n64 g1 c64 k64 i56x56 f1x1 o56x56 s1x1 l1x1 d1x1 p0_0x0_0",  // r50_56_1x1a: 1.10
     "fprop f32:f32:f32 highest b1 n256 g1 c16 k96 i112x112 f1x1 o112x112 s1x1 l1x1 d1x1 p0_0x0_0",  //  256 images": 1.07
     "fprop f32:f32:f32 highest b1 n256 g1 c32 k16 i112x112 f1x1 o112x112 s1x1 l1x1 d1x1 p0_0x0_0",  //  256 images": 1.11
-    "wgrad f32:f32:f32 default b1 n256 g1 c32 k16 i112x112 f1x1 o112x112 s1x1 l1x1 d1x1 p0_0x0_0",  //  256 images": 1.25
     "wgrad f32:f32:f32 highest b1 n4 g1 c320 k320 i64x64 f3x3 o64x64 s1x1 l1x1 d1x1 p1_1x1_1",  // unet_64: 1.07
 };
 // clang-format on

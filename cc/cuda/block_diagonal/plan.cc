@@ -241,7 +241,7 @@ Status MakePlan(const KernelDesc& kernel, const ConvProblem& problem, const Gpu&
   if (instance.runs()) return MakeRunsPlan(kernel, problem, gpu, slices, plan);
   JAXCONV_RETURN_IF_ERROR(Check(kernel, instance, problem));
   plan->form = FormTimeOf("block_diagonal", OperationsName(problem),
-                          OperandsName(problem, /*tf32=*/true, instance.three_tf32));
+                          OperandsName(problem, /*tf32=*/true, instance.three_tf32), gpu);
   auto launch = std::make_shared<LaunchParams>();
   Params& params = launch->kernel;
   DescribeOperands(problem, &params);

@@ -103,7 +103,7 @@ Status MakeRowsPlan(const KernelDesc& kernel, const ConvProblem& problem, const 
   plan->terms.dram = DramBytes(instance, problem, gpu) / gpu.dram_bytes_per_us;
   plan->terms.launch = gpu.launch_us;
   plan->form = FormTimeOf("block_diagonal rows", OperationsName(problem),
-                          OperandsName(problem, /*tf32=*/true, instance.three_tf32));
+                          OperandsName(problem, /*tf32=*/true, instance.three_tf32), gpu);
   plan->microseconds = PredictedMicroseconds(plan->terms, plan->form);
   plan->kernel = &kernel;
   plan->params = std::move(launch);

@@ -164,7 +164,7 @@ Status MakeRunsPlan(const KernelDesc& kernel, const ConvProblem& problem, const 
   const auto& instance = *static_cast<const Instance*>(kernel.instance);
   JAXCONV_RETURN_IF_ERROR(Check(kernel, instance, problem));
   plan->form = FormTimeOf("block_diagonal runs", OperationsName(problem),
-                          OperandsName(problem, /*tf32=*/true, instance.three_tf32));
+                          OperandsName(problem, /*tf32=*/true, instance.three_tf32), gpu);
   auto launch = std::make_shared<LaunchParams>();
   Params& params = launch->kernel;
   DescribeOperands(problem, &params);

@@ -27,6 +27,7 @@ constexpr Product kProducts[] = {
 };
 
 void SetRates(const Product& product, Gpu* gpu) {
+  gpu->product = product.target;
   gpu->clock_ghz = product.clock_ghz;
   gpu->dram_bytes_per_us = product.dram_tb_s * 1e6 * kCopyShare;
   gpu->launch_us = kLaunchUs;

@@ -11,6 +11,7 @@ namespace jaxconv {
 
 struct Gpu {
   std::string name;
+  std::string_view product;  // the target name of the line in calibration/gpus.def with its rates
   int cc_major = 0, cc_minor = 0;
   int sm_count = 0;
   int64_t smem_per_block_optin = 0;  // bytes

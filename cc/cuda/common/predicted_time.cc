@@ -10,7 +10,7 @@
 namespace jaxconv {
 namespace {
 
-// An H200's; other GPUs scale it by their rates.
+// Of the H200's file: what all GPUs share.
 #define EXPOSED(share) constexpr double kExposed = share;
 #define UNFITTED_US(us) constexpr double kUnfittedUs = us;
 #define XLA_US(us) constexpr double kXlaUs = us;
@@ -27,9 +27,19 @@ constexpr FormTime Line(std::string_view form, std::string_view operations,
                         double fixed_us) {
   return {form, operations, operands, sm_share, dram_share, fixed_us};
 }
-constexpr FormTime kForms[] = {
-#define FORM(...) Line(__VA_ARGS__),
+
+// The file of all GPUs without their own, for which their rates scale it, and of all forms that a
+// GPU's own file lacks.
+constexpr std::string_view kScaled = "h200";
+struct FittedForm {
+  std::string_view gpu;
+  FormTime time;
+};
+constexpr FittedForm kForms[] = {
+#define FORM(...) {"h200", Line(__VA_ARGS__)},
 #include "cuda/calibration/h200.def"
+#define FORM(...) {"h100", Line(__VA_ARGS__)},
+#include "cuda/calibration/h100.def"
 };
 
 // Forms with too few measured times, and the form whose parameters they take.
@@ -41,6 +51,25 @@ constexpr Like kLikes[] = {
 #define LIKE(...) {__VA_ARGS__},
 #include "cuda/calibration/h200.def"
 };
+
+// An empty `gpu`: of the first file that has the form.
+const FormTime* FittedFormTime(std::string_view gpu, std::string_view form,
+                               std::string_view operations, std::string_view operands) {
+  for (const FittedForm& line : kForms) {
+    if ((gpu.empty() || line.gpu == gpu) && line.time.form == form &&
+        line.time.operations == operations && line.time.operands == operands) {
+      return &line.time;
+    }
+  }
+  return nullptr;
+}
+
+// The product whose file serves a GPU.
+std::string_view FileOf(const Gpu& gpu) {
+  const bool own = std::any_of(std::begin(kForms), std::end(kForms),
+                               [&](const FittedForm& line) { return line.gpu == gpu.product; });
+  return own ? gpu.product : kScaled;
+}
 
 }  // namespace
 
@@ -64,21 +93,21 @@ std::string_view OperationsName(const ConvProblem& problem) {
 }
 
 const FormTime* FindFormTime(std::string_view form, std::string_view operations,
-                             std::string_view operands) {
-  const auto found = std::find_if(std::begin(kForms), std::end(kForms), [&](const FormTime& line) {
-    return line.form == form && line.operations == operations && line.operands == operands;
-  });
-  if (found != std::end(kForms)) return &*found;
+                             std::string_view operands, const Gpu& gpu) {
+  for (const std::string_view file : {gpu.product, kScaled}) {
+    if (const auto* found = FittedFormTime(file, form, operations, operands)) return found;
+  }
   for (const Like& like : kLikes) {
     if (like.form == form && like.operations == operations && like.operands == operands) {
-      return FindFormTime(like.like_form, like.like_operations, like.like_operands);
+      return FindFormTime(like.like_form, like.like_operations, like.like_operands, gpu);
     }
   }
-  return nullptr;
+  return FittedFormTime({}, form, operations, operands);
 }
 
-FormTime FormTimeOf(std::string_view form, std::string_view operations, std::string_view operands) {
-  const FormTime* found = FindFormTime(form, operations, operands);
+FormTime FormTimeOf(std::string_view form, std::string_view operations, std::string_view operands,
+                    const Gpu& gpu) {
+  const FormTime* found = FindFormTime(form, operations, operands, gpu);
   FormTime named = found == nullptr ? FormTime() : *found;
   named.form = form;
   named.operations = operations;
@@ -87,19 +116,23 @@ FormTime FormTimeOf(std::string_view form, std::string_view operations, std::str
 }
 
 std::string CalibrationOf(const Gpu& gpu) {
-  if (gpu.measured) return "h200.def, fitted to times of this GPU";
-  Gpu h200;
-  ModelOf("h200", &h200);
-  auto times = [](double rate, double of_h200) {
+  Gpu fitted;
+  ModelOf(FileOf(gpu), &fitted);
+  const std::string file = std::string(fitted.product) + ".def";
+  const double rates[] = {static_cast<double>(gpu.sm_count) / fitted.sm_count,
+                          gpu.clock_ghz / fitted.clock_ghz,
+                          gpu.dram_bytes_per_us / fitted.dram_bytes_per_us};
+  if (std::all_of(std::begin(rates), std::end(rates), [](double rate) { return rate == 1; })) {
+    return file + ", fitted to times of this GPU";
+  }
+  auto times = [](double rate) {
     char text[16];
-    std::snprintf(text, sizeof(text), "%.2f", rate / of_h200);
+    std::snprintf(text, sizeof(text), "%.2f", rate);
     return std::string(text);
   };
-  const bool same = gpu.compute_capability() == h200.compute_capability();
-  return std::string("h200.def, scaled by this GPU's rates (") +
-         times(gpu.sm_count, h200.sm_count) + " x the SMs, " +
-         times(gpu.clock_ghz, h200.clock_ghz) + " x the clock, " +
-         times(gpu.dram_bytes_per_us, h200.dram_bytes_per_us) + " x the memory rate)" +
+  const bool same = gpu.compute_capability() == fitted.compute_capability();
+  return file + ", scaled by this GPU's rates (" + times(rates[0]) + " x the SMs, " +
+         times(rates[1]) + " x the clock, " + times(rates[2]) + " x the memory rate)" +
          (same ? "" : "; no GPU of this architecture was measured");
 }
 

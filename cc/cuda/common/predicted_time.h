@@ -46,12 +46,14 @@ std::string_view OperandsName(const ConvProblem& problem, bool tf32, bool three_
 // "fprop, dgrad" or "wgrad".
 std::string_view OperationsName(const ConvProblem& problem);
 
-// The line of a form, or the one that LIKE names; null if the calibration has neither.
+// The line of a form: of the GPU's own calibration, otherwise of the H200's; or the line of the form
+// that LIKE names; or the form's in any other calibration. Null if there is none.
 const FormTime* FindFormTime(std::string_view form, std::string_view operations,
-                             std::string_view operands);
+                             std::string_view operands, const Gpu& gpu);
 
 // The same under the form's own names; full rates if the calibration has no such form.
-FormTime FormTimeOf(std::string_view form, std::string_view operations, std::string_view operands);
+FormTime FormTimeOf(std::string_view form, std::string_view operations, std::string_view operands,
+                    const Gpu& gpu);
 
 // Which file of cuda/calibration serves a GPU, for the user: its own, or the nearest architecture's,
 // scaled by the rates of the GPU.

@@ -221,7 +221,7 @@ Status PlanHankel(const KernelDesc& kernel, const ConvProblem& problem, const Gp
       Microseconds(instance, shape, params, launch->ctas, CeilDiv(params.items, plan->slices), gpu);
   plan->terms.dram = bytes / gpu.dram_bytes_per_us;
   plan->terms.launch = 2 * gpu.launch_us;
-  plan->form = FormTimeOf("depthwise hankel", OperationsName(problem), "16-bit");
+  plan->form = FormTimeOf("depthwise hankel", OperationsName(problem), "16-bit", gpu);
   plan->microseconds = PredictedMicroseconds(plan->terms, plan->form);
   plan->kernel = &kernel;
   plan->params = std::move(launch);

@@ -101,7 +101,7 @@ Status PlanPairs(const KernelDesc& kernel, const ConvProblem& problem, const Gpu
   params.epilogue = EpilogueParams(problem.epilogue);
   JAXCONV_RETURN_IF_ERROR(CheckTma(problem, params));
 
-  plan->form = FormTimeOf("depthwise pairs", OperationsName(problem), "16-bit");
+  plan->form = FormTimeOf("depthwise pairs", OperationsName(problem), "16-bit", gpu);
   double least = HUGE_VAL;
   for (int64_t parts = 1; parts <= kMostParts; ++parts) {
     for (const bool two : {false, true}) {

@@ -273,7 +273,7 @@ Status MakePlan(const KernelDesc& kernel, const ConvProblem& problem, const Gpu&
   plan->terms.dram = waste * bytes / gpu.dram_bytes_per_us;
   plan->terms.launch = gpu.launch_us * (wgrad ? 2 : 1);
   plan->form = FormTimeOf(instance.tma ? "depthwise tma" : "depthwise", OperationsName(problem),
-                          OperandsName(problem, /*tf32=*/false, /*three_tf32=*/false));
+                          OperandsName(problem, /*tf32=*/false, /*three_tf32=*/false), gpu);
   plan->microseconds = PredictedMicroseconds(plan->terms, plan->form);
   plan->kernel = &kernel;
   plan->params = std::move(launch);

@@ -168,7 +168,7 @@ Status PlanToeplitz(const KernelDesc& kernel, const ConvProblem& problem, const 
   plan->terms.launch = gpu.launch_us;
   plan->form = FormTimeOf(
       instance.blocks <= kNarrowBlocks ? "depthwise toeplitz 17" : "depthwise toeplitz 33",
-      OperationsName(problem), "16-bit");
+      OperationsName(problem), "16-bit", gpu);
   plan->microseconds = PredictedMicroseconds(plan->terms, plan->form);
   plan->kernel = &kernel;
   plan->slices = 1;

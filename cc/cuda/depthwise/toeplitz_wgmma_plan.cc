@@ -152,7 +152,7 @@ Status PlanToeplitzWgmma(const KernelDesc& kernel, const ConvProblem& problem, c
   plan->terms.tensor_cores = cycles / gpu.cycles_per_us();
   plan->terms.dram = bytes / gpu.dram_bytes_per_us;
   plan->terms.launch = gpu.launch_us;
-  plan->form = FormTimeOf("depthwise toeplitz wgmma", OperationsName(problem), "16-bit");
+  plan->form = FormTimeOf("depthwise toeplitz wgmma", OperationsName(problem), "16-bit", gpu);
   plan->microseconds = PredictedMicroseconds(plan->terms, plan->form);
   plan->kernel = &kernel;
   plan->slices = 1;

@@ -95,7 +95,7 @@ Status PlanWalk(const KernelDesc& kernel, const ConvProblem& problem, const Gpu&
       static_cast<double>(stride * stride) / static_cast<double>(stride * stride + spread * spread);
   const int64_t columns_of_outputs = problem.batch * problem.n * strips * chunks;
   plan->form = FormTimeOf("depthwise walk", OperationsName(problem),
-                          OperandsName(problem, /*tf32=*/false, /*three_tf32=*/false));
+                          OperandsName(problem, /*tf32=*/false, /*three_tf32=*/false), gpu);
   double least = HUGE_VAL;
   int64_t last = 0;
   for (int64_t parts = 1; parts <= all_steps; ++parts) {

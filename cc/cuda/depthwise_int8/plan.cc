@@ -125,7 +125,7 @@ Status MakePlan(const KernelDesc& kernel, const ConvProblem& problem, const Gpu&
   plan->terms.loads = slots / (kSchedulers * gpu.cycles_per_us());
   plan->terms.dram = Int8Bytes(problem) / gpu.dram_bytes_per_us;
   plan->terms.launch = gpu.launch_us;
-  plan->form = FormTimeOf("depthwise_int8", OperationsName(problem), "8-bit");
+  plan->form = FormTimeOf("depthwise_int8", OperationsName(problem), "8-bit", gpu);
   plan->microseconds = PredictedMicroseconds(plan->terms, plan->form);
   plan->kernel = &kernel;
   plan->slices = 1;

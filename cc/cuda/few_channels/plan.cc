@@ -456,7 +456,7 @@ Status MakePlan(const KernelDesc& kernel, const ConvProblem& asked, const Gpu& g
   plan->workspace_bytes = WorkspaceBytes(problem, plan->slices);
   plan->terms = TermsOf(instance, problem, gpu, tiling, EpilogueBytes(asked), ctas);
   plan->form = FormTimeOf("few_channels", Name(problem.op),
-                          OperandsName(problem, /*tf32=*/true, kernel.three_tf32));
+                          OperandsName(problem, /*tf32=*/true, kernel.three_tf32), gpu);
   plan->microseconds = PredictedMicroseconds(plan->terms, plan->form);
   plan->params = std::move(launch);
   return {};

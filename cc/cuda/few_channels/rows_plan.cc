@@ -67,7 +67,7 @@ Status Finish(const ConvProblem& problem, const Gpu& gpu, int64_t parts, TimeTer
       2.0 * static_cast<double>(problem.x_elements() + problem.w_elements() + problem.y_elements());
   plan->terms = {rows * row.tensor_cores, rows * row.loads, rows * row.stores,
                  bytes / gpu.dram_bytes_per_us, gpu.launch_us};
-  plan->form = FormTimeOf("few_channels rows", OperationsName(problem), "16-bit");
+  plan->form = FormTimeOf("few_channels rows", OperationsName(problem), "16-bit", gpu);
   plan->microseconds = PredictedMicroseconds(plan->terms, plan->form);
   plan->slices = 1;
   return {};

@@ -152,7 +152,7 @@ Status MakePlan(const KernelDesc& kernel, const ConvProblem& problem, const Gpu&
     return TermsOf(instance, problem, gpu, tiles * count, CeilDiv(blocks, count), count);
   };
   plan->form = FormTimeOf("igemm_simt", OperationsName(problem),
-                          OperandsName(problem, /*tf32=*/false, /*three_tf32=*/false));
+                          OperandsName(problem, /*tf32=*/false, /*three_tf32=*/false), gpu);
   const int64_t most = wgrad ? std::min({blocks / kMinBlocksPerSlice,
                                          kMaxWorkspaceBytes / WorkspaceBytes(problem, 2) * 2,
                                          kMaxSlices, kMaxCtas / tiles})

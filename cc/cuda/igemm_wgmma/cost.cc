@@ -13,7 +13,7 @@ namespace {
 // tests/cc/measured_times.tsv ("fitted").
 
 // TMA, for a row of a box (128 bytes of shared memory) that is one line of global memory, and for
-// one that lies in two lines. Measured.
+// one that lies in two lines. Measured. Rows that begin inside a sector of L2 take twice as long.
 constexpr double kRowCycles = 2.2, kSplitRowCycles = 3.3;
 // The same for rows that several CTAs read at about the same time: those of the filter, and those
 // of activations that tiles of several columns share. Fitted.
@@ -45,7 +45,10 @@ constexpr double kClusterLaunchUs = -0.8;
 // Clusters of more than two CTAs fit on about 112 of 132 SMs, as a cluster lies within one GPC.
 constexpr double kClusterSmShare = 0.85;
 
-double RowCycles(int64_t pitch) { return pitch % kLineBytes == 0 ? kRowCycles : kSplitRowCycles; }
+double RowCycles(int64_t pitch) {
+  if (pitch % kLineBytes == 0) return kRowCycles;
+  return pitch % kSectorBytes == 0 ? kSplitRowCycles : 2 * kSplitRowCycles;
+}
 
 // Bytes of a problem, as the kernel moves them.
 struct Traffic {
@@ -143,8 +146,14 @@ TimeTerms TermsOf(const Instance& instance, const ConvProblem& problem, const Ge
   const double tensor = products + transposed;
   const double few = traffic.filter > 0 ? 1 + kFewRows * kLineBytes / traffic.filter : 1;
   const double rows_a = tile_m / (taps_per_load * (wgrad_filter_row ? kWgradRowTaps : 1));
+  // wgrad's rows of x are channels, and boxes beyond those of a 1x1 layer load nothing. In TF32 one box
+  // has all rows.
+  const int64_t block = KBlockElements(problem.lhs_dtype());
+  const auto channels = static_cast<double>(CeilDiv(params.row_channels, block) * block);
+  const bool few_boxes = wgrad && !tf32 && params.rank == 0;
+  const double loaded_a = few_boxes ? std::min(rows_a, channels) : rows_a;
   const double rows =
-      rows_a * RowCycles(traffic.pitch_a) * (n_tiles > 1 ? kSharedRowShare : 1) +
+      loaded_a * RowCycles(traffic.pitch_a) * (n_tiles > 1 ? kSharedRowShare : 1) +
       (stationary ? 0 : filters * columns * few * kSharedRowShare * RowCycles(traffic.pitch_b));
   // One box of B for every 64 columns, but a single box of dy in TF32 wgrad (in filter-row one for
   // every 32); wgrad also loads one box of x for every channel block of the tile.
@@ -153,7 +162,7 @@ TimeTerms TermsOf(const Instance& instance, const ConvProblem& problem, const Ge
                   : wgrad && tf32            ? 1
                                              : filters * boxes;
   if (wgrad && (tf32 || !wgrad_filter_row)) {
-    copies += rows_a / static_cast<double>(KBlockElements(problem.lhs_dtype())) - 1;
+    copies += rows_a / static_cast<double>(block) - 1;
   }
   const bool matrix = wgrad && tf32 && params.rank == 0;
   const double issue = matrix ? 0 : kCopyCycles * copies / geometry.taps_per_stage;

@@ -221,7 +221,7 @@ Status PlanIgemmWgmma(const KernelDesc& kernel, const ConvProblem& asked, const 
   const bool dynamic = Dynamic(instance, problem);
   plan->form = FormTimeOf(instance.Is(kTransposesDy) ? "igemm_wgmma transposing" : "igemm_wgmma",
                           OperationsName(problem),
-                          OperandsName(problem, /*tf32=*/true, instance.Is(kThreeTf32)));
+                          OperandsName(problem, /*tf32=*/true, instance.Is(kThreeTf32)), gpu);
   const bool clamps = ActivationFactor(problem.epilogue.activation) == 0 && !problem.epilogue.pre;
   const double epilogue_cycles = problem.epilogue.statistics ? StatisticsCycles(instance, problem)
                                  : kernel.fused

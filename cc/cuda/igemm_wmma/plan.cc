@@ -216,7 +216,7 @@ Status MakePlan(const KernelDesc& kernel, const ConvProblem& problem, const Gpu&
 
   const TileCost tile = instance.cost();
   plan->form = FormTimeOf("igemm_wmma", OperationsName(problem),
-                          OperandsName(problem, /*tf32=*/true, instance.three_tf32));
+                          OperandsName(problem, /*tf32=*/true, instance.three_tf32), gpu);
   auto terms = [&](int64_t count) {
     TiledWork work;
     work.element_bytes = element_bytes;

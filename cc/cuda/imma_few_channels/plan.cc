@@ -143,7 +143,7 @@ Status MakePlan(const KernelDesc& kernel, const ConvProblem& problem, const Gpu&
   plan->kernel = &kernel;
   plan->slices = 1;
   plan->terms = TermsOf(instance, problem, gpu, params, ctas_of_sm, launch->ctas);
-  plan->form = FormTimeOf("imma_few_channels", OperationsName(problem), "8-bit");
+  plan->form = FormTimeOf("imma_few_channels", OperationsName(problem), "8-bit", gpu);
   plan->microseconds = PredictedMicroseconds(plan->terms, plan->form);
   plan->params = std::move(launch);
   return {};

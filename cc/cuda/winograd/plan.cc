@@ -147,7 +147,7 @@ Status MakePlan(const KernelDesc& kernel, const ConvProblem& problem, const Gpu&
   plan->kernel = &kernel;
   plan->slices = 1;
   JAXCONV_RETURN_IF_ERROR(instance.plan(instance, gpu, launch.get(), &plan->terms));
-  plan->form = FormTimeOf(FormOf(instance), "fprop, dgrad", "16-bit");
+  plan->form = FormTimeOf(FormOf(instance), "fprop, dgrad", "16-bit", gpu);
   plan->microseconds = PredictedMicroseconds(plan->terms, plan->form);
   plan->workspace_bytes = launch->workspace.bytes;
   plan->params = std::move(launch);
