@@ -313,7 +313,7 @@ bool XlaTermsOf(const ConvProblem& problem, const Gpu& gpu, XlaTerms* terms) {
 double PredictXlaMicroseconds(const ConvProblem& problem, const Gpu& gpu) {
   XlaTerms terms;
   if (!XlaTermsOf(problem, gpu, &terms)) return 0;
-  const FormTime* form = FindFormTime(terms.form, terms.operations, terms.operands);
+  const FormTime* form = FindFormTime(terms.form, terms.operations, terms.operands, gpu);
   if (form == nullptr) return 0;
   return PredictedMicroseconds(terms.time, *form);
 }
