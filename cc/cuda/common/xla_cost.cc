@@ -163,26 +163,16 @@ double FlopsPerUs(const XlaTerms& terms, const Gpu& gpu) {
   return 2 * per_clock * gpu.sm_count * gpu.cycles_per_us();
 }
 
-double Padded(int64_t value, int64_t to) {
-  return static_cast<double>(CeilDiv(value, to) * to) / static_cast<double>(value);
-}
-
-// The products that cuDNN adds to those of ProductExcess's square root where channels are few.
-double NarrowExcess(const ConvProblem& problem) {
-  constexpr int64_t kLeast = kTile / 2;
-  const bool fprop = problem.op == Op::kFprop;
-  if (problem.op == Op::kWgrad) {
-    return std::sqrt(Padded(problem.c, kLeast) * Padded(problem.k, kLeast));
-  }
-  const int64_t columns = fprop ? problem.k : problem.c, reduced = fprop ? problem.c : problem.k;
-  return std::sqrt(Padded(columns, kLeast)) *
-         Padded(reduced, kLineBytes / ByteWidth(problem.lhs_dtype()));
+// An extent in whole blocks of this many elements, relative to the extent.
+double BlockedExcess(int64_t extent, int64_t block) {
+  return static_cast<double>(CeilDiv(extent, block) * block) / static_cast<double>(extent);
 }
 
 // The outputs of whole tiles, and in dense fprop and dgrad of whole waves of them, relative to
 // those of the matrix product. Wgrad and cuBLAS fill the last wave with slices of the reduction.
-// Smaller tiles waste less and run slower: the square root is between both. cuDNN's have at least
-// half the width, and its blocks of the reduction a cache line of channels.
+// Smaller tiles waste less and run slower: the square root is between both. Dense tiles have at
+// least half of kTile on each side, and multiply the reduced channels of a tap in whole cache
+// lines.
 double ProductExcess(const ConvProblem& problem, const XlaTerms& terms, const Gpu& gpu) {
   const bool pointwise = terms.form == kPointwise, wgrad = problem.op == Op::kWgrad;
   if (pointwise && !wgrad && terms.operands == k16Bit) return 1;  // cuBLAS has tiles of all widths
@@ -194,7 +184,11 @@ double ProductExcess(const ConvProblem& problem, const XlaTerms& terms, const Gp
   if (!pointwise && !wgrad) tiles = CeilDiv(tiles, gpu.sm_count) * gpu.sm_count;
   const double excess = std::sqrt(static_cast<double>(tiles * kTile * kTile) /
                                   (static_cast<double>(gemm_m) * static_cast<double>(gemm_n)));
-  return pointwise ? excess : excess * NarrowExcess(problem);
+  if (pointwise) return excess;
+  const int64_t line = kLineBytes / ByteWidth(problem.lhs_dtype());
+  const double least = BlockedExcess(gemm_m, kTile / 2) * BlockedExcess(gemm_n, kTile / 2);
+  const double lines = wgrad ? 1 : BlockedExcess(fprop ? problem.c : problem.k, line);
+  return std::max(excess, least) * lines;
 }
 
 // The FLOPs of a block of groups, relative to those of its groups.
