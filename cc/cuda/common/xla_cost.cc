@@ -188,7 +188,7 @@ double ProductExcess(const ConvProblem& problem, const XlaTerms& terms, const Gp
   const int64_t line = kLineBytes / ByteWidth(problem.lhs_dtype());
   const double least = BlockedExcess(gemm_m, kTile / 2) * BlockedExcess(gemm_n, kTile / 2);
   const double lines = wgrad ? 1 : BlockedExcess(fprop ? problem.c : problem.k, line);
-  return std::max(excess, least) * lines;
+  return excess * std::sqrt(least) * lines;
 }
 
 // The FLOPs of a block of groups, relative to those of its groups.
