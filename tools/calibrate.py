@@ -45,6 +45,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "tests" / "
 
 import measured_times
 import numpy as np
+from calibration_file import FOOTER, HEADER, SMALL_FOOTER, SMALL_HEADER, like
 from scipy.optimize import least_squares, minimize
 from selection_program import SelectionProgram
 
@@ -511,74 +512,6 @@ def line(name: Name, rows: Rows | None, found: Fit, exposed: float) -> str:
     ratios = rows.predicted(found.parameters, exposed) / rows.measured
     least, median, most = (f"{value:4.2f}" for value in np.quantile(ratios, (0, 0.5, 1)))
     return f"{text:81}  // {len(rows.measured):3} {least} {median} {most}"
-
-
-def like(name: Name, near: Name) -> str:
-    """The line of a form that takes another's parameters."""
-    words = ", ".join(json.dumps(word) for word in (*name, *near))
-    return f"LIKE({words})"
-
-
-HEADER = """\
-// Calibration of predicted times, written by "python tools/calibrate.py" from the times in
-// tests/cc/measured_times.tsv; never edited. A GPU without a file takes this one, scaled by its
-// own rates. The times:
-//
-{facts}
-//
-// EXPOSED(share of the terms beside the longest that nothing hides)
-// UNFITTED_US(fixed us of forms without their own), XLA_US(the same of XLA's convolutions)
-// FORM(form, operations, operands, share of the SM's rates, share of the DRAM rate, fixed us)
-//   // measured rows; least, median and greatest predicted / measured
-// LIKE(form, operations, operands; the same of the form whose parameters it takes, because it has
-//   less than {own_rows} measured rows)
-//
-// Not fitted: fixed in forms with less than {rows} rows or none shorter than {short:g} us, and in
-// most classes of XLA's convolutions; DRAM share 1 in forms with the same ratio of FLOPs to bytes
-// in all rows. Left out: the default, and shares of 1 before it.
-#ifndef EXPOSED
-#define EXPOSED(...)
-#endif
-#ifndef UNFITTED_US
-#define UNFITTED_US(...)
-#endif
-#ifndef XLA_US
-#define XLA_US(...)
-#endif
-#ifndef FORM
-#define FORM(...)
-#endif
-#ifndef LIKE
-#define LIKE(...)
-#endif
-"""
-
-FOOTER = """\
-#undef LIKE
-#undef FORM
-#undef XLA_US
-#undef UNFITTED_US
-#undef EXPOSED
-"""
-
-
-# The file of a GPU with a prior.
-SMALL_HEADER = """\
-// Calibration of predicted times, written by "python tools/calibrate.py" from the times in
-// tests/cc/{table}; never edited. The times:
-//
-{facts}
-//
-// FORM(form, operations, operands, share of the SM's rates, share of the DRAM rate, fixed us)
-//   // measured rows; least, median and greatest predicted / measured
-//
-// A few rows move the parameters of {base}.def, the prior, as far as they agree about it; those of
-// the nearest form, where {base}.def has no line. Where it has no LIKE either, this line serves the
-// {base} and all GPUs without a file.
-// What has no line here is that of {base}.def: forms with less than {least_rows} rows, the exposed
-// share, default fixed times, LIKE.
-"""
-SMALL_FOOTER = "#undef FORM\n"
 
 
 def calibration(program: pathlib.Path, gpu: str = BASE) -> str:

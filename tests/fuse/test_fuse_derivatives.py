@@ -16,6 +16,8 @@ from jax import lax
 from jaxprs import equations
 
 import jaxconv
+from jaxconv._src.fuse import fuse_derivatives
+from jaxconv._src.fuse.fuse_activations import Written
 
 pytestmark = pytest.mark.usefixtures("on_the_cpu")
 
@@ -298,3 +300,15 @@ def test_results_that_are_no_arrays_pass():
     assert (
         result["name"] == "layer" and result["none"] is None and result["y"].shape == (1, 3, 3, 1)
     )
+
+
+def test_a_gradient_of_nan_is_dropped_where_the_program_selects():
+    operand = jax.core.ShapedArray((4,), np.float32)
+    _, named, contract = fuse_derivatives.known(jax.nn.hard_sigmoid, operand)
+    written = Written(jax.nn.hard_sigmoid, operand, contract, named=named)
+    t = jnp.array([np.nan, np.inf, -5, 1], np.float32)
+    dt = jnp.array([np.nan, np.inf, np.nan, 6], np.float32)
+    expected = jax.jvp(jax.nn.hard_sigmoid, (t,), (dt,))[1]
+    assert named is not None
+    np.testing.assert_allclose(written.tangent(t, dt), expected, rtol=1e-6)
+    np.testing.assert_allclose(written.cotangent(t, dt), expected, rtol=1e-6)

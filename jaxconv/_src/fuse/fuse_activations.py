@@ -15,7 +15,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.extend.core import Var
 
 from jaxconv._src import compat
@@ -192,8 +191,7 @@ class Written:
         """``tangent`` by the formula of ``masked_sums``, whose sums are of these rounded values."""
         assert self.named is not None
         t = self._placed(value.astype(self.operand.dtype))
-        of_t = derivatives.derivative(*self.named, t)
-        return (of_t * self._placed(dt).astype(np.float32)).astype(dt.dtype)
+        return derivatives.times_derivative(*self.named, t, self._placed(dt)).astype(dt.dtype)
 
     def cotangent(self, value: jax.Array, dz: jax.Array) -> jax.Array:
         """``tangent`` for a gradient dz, also of a function that has only a reverse-mode rule."""

@@ -72,6 +72,18 @@ DERIVATIVES: dict[str, Callable[[jax.Array, float], jax.Array]] = {
 }
 
 
+# Derivatives that the program takes by a select: where they are 0, a gradient of NaN or infinity
+# becomes 0.
+_SELECTS = ("hard_sigmoid",)
+
+
+def times_derivative(activation: str, slope: float, u: jax.Array, dt: jax.Array) -> jax.Array:
+    """The derivative at u times dt, float32."""
+    of_u = derivative(activation, slope, u)
+    product = of_u * dt.astype(np.float32)
+    return jnp.where(of_u == 0, np.float32(0), product) if activation in _SELECTS else product
+
+
 def derivative(activation: str, slope: float, u: jax.Array) -> jax.Array:
     """An activation's derivative at u, float32; ``slope`` is that of leaky_relu and elu."""
     return DERIVATIVES[activation](u.astype(np.float32), slope)
