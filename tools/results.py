@@ -218,7 +218,8 @@ def networks(rows: Rows, *, convolutions: bool) -> str:
         name = ", ".join(place[:2])
         line = ["" if name == last else name, place[2], *(times.get(side, "") for side in SIDES)]
         for side in SIDES[1:]:
-            line.append(f"{float(times['lax']) / float(times[side]):.2f}" if side in times else "")
+            both = "lax" in times and side in times
+            line.append(f"{float(times['lax']) / float(times[side]):.2f}" if both else "")
         if convolutions:
             line.append(
                 " / ".join(found[side]["convolutions_ms"] for side in SIDES[:2] if side in found)
@@ -228,9 +229,9 @@ def networks(rows: Rows, *, convolutions: bool) -> str:
     return markdown(header, lines)
 
 
-def network_rows(**facts: str) -> Rows:
-    """Rows of networks with these facts."""
-    rows = read("h200_networks.csv")
+def network_rows(gpu: str = "h200", **facts: str) -> Rows:
+    """Rows of networks on a GPU with these facts."""
+    rows = read(f"{gpu}_networks.csv")
     return [row for row in rows if all(row[name] == value for name, value in facts.items())]
 
 
@@ -302,6 +303,10 @@ TABLES: dict[str, Callable[[], str]] = {
     ),
     "h200_networks, f32": lambda: networks(network_rows(dtype="f32"), convolutions=False),
     "h200_networks, torch.compile": compiled,
+    "h100_networks, keras": lambda: networks(
+        network_rows("h100", source="keras.applications"), convolutions=False
+    ),
+    "h100_networks, f32": lambda: networks(network_rows("h100", dtype="f32"), convolutions=False),
     "h200_compile": compile_times,
     "cpu_third_party": third_party,
 }
