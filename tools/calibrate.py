@@ -538,16 +538,23 @@ def calibration(program: pathlib.Path, gpu: str = BASE) -> str:
     return "\n".join([text, *lines, *likes, FOOTER])
 
 
-def main(argv: Sequence[str]) -> int:
-    """Writes the files; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="calibrate.py", description=__doc__)
+def options(argv: Sequence[str], name: str, description: str | None) -> argparse.Namespace:
+    """The options of a tool for calibrations: ``gpus``, and ``program`` if it is compiled."""
+    parser = argparse.ArgumentParser(prog=name, description=description)
     parser.add_argument("--gpu", choices=calibrated(), help="of this GPU; default: of all")
     parser.add_argument("--program", type=pathlib.Path, help="choices_test, if it is compiled")
     chosen = parser.parse_args(argv)
+    chosen.gpus = [chosen.gpu] if chosen.gpu else calibrated()
+    return chosen
+
+
+def main(argv: Sequence[str]) -> int:
+    """Writes the files; returns the exit status."""
     import bench_problems
 
+    chosen = options(argv, "calibrate.py", __doc__)
     program = chosen.program or bench_problems.built()
-    for gpu in [chosen.gpu] if chosen.gpu else calibrated():
+    for gpu in chosen.gpus:
         file = file_of(gpu)
         while (text := calibration(program, gpu)) != (file.read_text() if file.exists() else ""):
             file.write_text(text)

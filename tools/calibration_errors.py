@@ -11,7 +11,6 @@ problem: in the fit, and with the H200's file.
 
 from __future__ import annotations
 
-import argparse
 import pathlib
 import sys
 from collections import defaultdict
@@ -29,9 +28,9 @@ from calibrate import (
     Prior,
     Rows,
     best_fit,
-    calibrated,
     is_xla,
     nearest,
+    options,
     prior_of,
     read,
 )
@@ -123,12 +122,9 @@ def check(program: pathlib.Path, gpu: str = BASE) -> str:
 
 def main(argv: Sequence[str]) -> int:
     """Prints the tables; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="calibration_errors.py", description=__doc__)
-    parser.add_argument("--gpu", choices=calibrated(), help="of this GPU; default: of all")
-    parser.add_argument("--program", type=pathlib.Path, help="choices_test, if it is compiled")
-    chosen = parser.parse_args(argv)
+    chosen = options(argv, "calibration_errors.py", __doc__)
     program = chosen.program or bench_problems.built()
-    for gpu in [chosen.gpu] if chosen.gpu else calibrated():
+    for gpu in chosen.gpus:
         print(f"{gpu}\n{check(program, gpu)}")
     return 0
 
