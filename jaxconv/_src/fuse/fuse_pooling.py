@@ -45,25 +45,25 @@ def rewritten(
     graph = Graph(eqns, outvars)
     placed: dict[int, list[JaxprEqn]] = {}
     for position, eqn in enumerate(graph.eqns):
+        compute: Callable[..., list[jax.Array]]
         if _is_averaged(graph, eqn):
-            stored = functools.partial(_stored, dimension=eqn.params["dimension"])
-            placed[position] = traced(stored, eqn.invars, eqn.outvars, graph, position)
-        if eqn.primitive.name != "reduce_window_max":
+            compute = functools.partial(_stored, dimension=eqn.params["dimension"])
+            operands = eqn.invars
+        elif eqn.primitive.name == "reduce_window_max":
+            dilations = *eqn.params["base_dilation"], *eqn.params["window_dilation"]
+            windows = _windows(eqn, eqn.invars[0])
+            if windows is None or not set(dilations) <= {1}:
+                continue
+            x = graph.source(eqn.invars[0])
+            vectors = _normalised(graph, x, windows)
+            called = bool(vectors) or in_memory(graph, x)
+            form = Pooling(windows, bool(vectors), places=False, operands=False, called=called)
+            compute = functools.partial(max_pooling.max_pool, form=form)
+            operands = vectors or [x]
+        else:
             continue
-        dilations = *eqn.params["base_dilation"], *eqn.params["window_dilation"]
-        windows = _windows(eqn, eqn.invars[0])
-        if windows is None or not set(dilations) <= {1}:
-            continue
-        x = graph.source(eqn.invars[0])
-        vectors = _normalised(graph, x, windows)
-        called = bool(vectors) or in_memory(graph, x)
-        form = Pooling(windows, bool(vectors), places=False, operands=False, called=called)
-
-        def pool(*operands: jax.Array, form: Pooling = form) -> list[jax.Array]:
-            return max_pooling.max_pool(*operands, form=form)
-
         try:
-            placed[position] = traced(pool, vectors or [x], eqn.outvars, graph, position)
+            placed[position] = traced(compute, operands, eqn.outvars, graph, position)
         except (TypeError, ValueError, compat.ShardingTypeError):
             continue  # unknown array types keep the program's pooling
     return graph.with_replaced(placed)
