@@ -176,9 +176,9 @@ __device__ __forceinline__ void AddRowWithCare(const RunPlace<Tag::kReads>& at, 
   });
 }
 
-// AddRuns with three TF32 products. A run of the reduction is two rows of dy at one filter position. Their
-// split words stay in registers with those of the last two rows of x: 48 and 32 registers in
-// addition to the sums.
+// AddRuns with three TF32 products. A run of the reduction is two rows of dy at one filter
+// position. Their split words stay in registers with those of the last two rows of x: 48 and 32
+// registers in addition to the sums.
 template <class Tag>
 __device__ __forceinline__ void AddRunsSplit(const RunPlace<Tag::kReads>& at,
                                              float (&sums)[9][Tag::kBlocksN][4]) {

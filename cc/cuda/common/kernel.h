@@ -72,8 +72,8 @@ using LaunchFunction = Status (*)(const Plan& plan, const Operands& operands, vo
 struct EpilogueCost {
   // SM cycles of scale and bias in a loop over outputs. Fitted to fused layers of igemm_wgmma.
   static constexpr double kLoopCycles = 0.2;
-  // The same, or the two sums of statistics, in straight lines of code or behind other work. Fitted to
-  // fused layers of igemm_wgmma, depthwise and few_channels.
+  // The same, or the two sums of statistics, in straight lines of code or behind other work. Fitted
+  // to fused layers of igemm_wgmma, depthwise and few_channels.
   static constexpr double kStraightCycles = 0.09;
   double terms = kLoopCycles;  // scale and bias, and a second result
   // The same without a second result and with a clamp as activation (none, relu, relu6).

@@ -10,7 +10,7 @@
 namespace jaxconv {
 namespace {
 
-// Of the H200's file: what all GPUs share.
+// All GPUs share these numbers of the H200's file.
 #define EXPOSED(share) constexpr double kExposed = share;
 #define UNFITTED_US(us) constexpr double kUnfittedUs = us;
 #define XLA_US(us) constexpr double kXlaUs = us;

@@ -36,8 +36,8 @@ struct FormTime {
 // rest until the next kernel, take longer than reads.
 double WrittenExcess(double bytes, const Gpu& gpu);
 
-// Cycles that two pingpong consumers need for `tiles` tiles, until the last is multiplied. They take
-// turns to multiply; if they store for longer, each is busy with half of the tiles.
+// Cycles that two pingpong consumers need for `tiles` tiles, until the last is multiplied. They
+// take turns to multiply; if they store for longer, each is busy with half of the tiles.
 double PingpongCycles(double tiles, double multiply, double store);
 
 // The operands of a convolution as the calibration names them: "16-bit", "tf32", "3xtf32", "fp32".
@@ -46,7 +46,7 @@ std::string_view OperandsName(const ConvProblem& problem, bool tf32, bool three_
 // "fprop, dgrad" or "wgrad".
 std::string_view OperationsName(const ConvProblem& problem);
 
-// The line of a form: of the GPU's own calibration, otherwise of the H200's; or the line of the form
+// The line of a form in the GPU's own calibration, otherwise in the H200's; or the line of the form
 // that LIKE names; or the form's in any other calibration. Null if there is none.
 const FormTime* FindFormTime(std::string_view form, std::string_view operations,
                              std::string_view operands, const Gpu& gpu);
@@ -55,15 +55,16 @@ const FormTime* FindFormTime(std::string_view form, std::string_view operations,
 FormTime FormTimeOf(std::string_view form, std::string_view operations, std::string_view operands,
                     const Gpu& gpu);
 
-// Which file of cuda/calibration serves a GPU, for the user: its own, or the nearest architecture's,
-// scaled by the rates of the GPU.
+// Which file of cuda/calibration serves a GPU, for the user: its own, or the nearest
+// architecture's, scaled by the rates of the GPU.
 std::string CalibrationOf(const Gpu& gpu);
 
 // The rule: what overlaps nothing, the longest of the other terms, and a share of the rest.
 double PredictedMicroseconds(const TimeTerms& terms, const FormTime& form);
 
-// The number of slices, 1 to `most`, of `blocks` k-blocks that is predicted to be fastest. All slices
-// but the last have the same length, and none is empty. terms(count): those of so many slices.
+// The number of slices, 1 to `most`, of `blocks` k-blocks that is predicted to be fastest. All
+// slices but the last have the same length, and none is empty. terms(count): those of so many
+// slices.
 template <typename Terms>
 int64_t FastestSlices(int64_t most, int64_t blocks, const FormTime& form, Terms terms) {
   int64_t fastest = 1;

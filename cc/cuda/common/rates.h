@@ -32,11 +32,12 @@ constexpr double kPartialBytesPerCycle = 15;
 // Results of an SM through shared memory to global memory, and the loads and stores of a pass,
 // bytes a cycle: half of an H200's SMs reach its DRAM rate. Fitted.
 constexpr double kStoreBytesPerCycle = 32;
-// Cycles of an SM for a warp's copy of one chunk a lane: addresses, masks and cp.async. Instances of
-// igemm_wmma that copy 4 and 8 bytes at a time reach 0.27 and 0.5 of the tensor cores' rate.
+// Cycles of an SM for a warp's copy of one chunk a lane: addresses, masks and cp.async. Instances
+// of igemm_wmma that copy 4 and 8 bytes at a time reach 0.27 and 0.5 of the tensor cores' rate.
 constexpr double kWarpCopyCycles = 8;
-// Instructions of a warp that copies 16 bytes for each lane into shared memory by cp.async (14 and 22
-// in the SASS of two families for sm_90), and that requantises and stores an output for each lane.
+// Instructions of a warp that copies 16 bytes for each lane into shared memory by cp.async (14 and
+// 22 in the SASS of two families for sm_90), and that requantises and stores an output for each
+// lane.
 constexpr double kCopyInstructions = 18, kRequantizeInstructions = 8;
 // Cycles in which a CTA fills its pipeline: decoding the tile's rows, and a DRAM latency. Resident
 // CTAs hide each other's. Fitted to igemm_wmma.
@@ -44,9 +45,9 @@ constexpr double kTileLatency = 4000;
 // The time of a single CTA on an SM relative to that of one among several, which hide each other's
 // waits. Fitted to block_diagonal.
 constexpr double kAlone = 1.3;
-// What bytes cost beside their number where written ones exceed the L2, and where lines are written or
-// read in parts: XLA's pointwise 64 -> 256 channels on 128x56x56 takes 74.0 us, 256 -> 64 takes 63.6.
-// Fitted.
+// What bytes cost beside their number where written ones exceed the L2, and where lines are written
+// or read in parts: XLA's pointwise 64 -> 256 channels on 128x56x56 takes 74.0 us, 256 -> 64 takes
+// 63.6. Fitted.
 constexpr double kWrittenExcess = 0.3;
 
 }  // namespace jaxconv

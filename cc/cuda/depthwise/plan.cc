@@ -38,16 +38,16 @@ struct TmaInstance : Instance {
   }
 };
 
-// A warp's issue slots for 16 bytes of a box, latencies included. Fitted to the times of this family
-// on an H200 (docs/notes/depthwise.md).
+// A warp's issue slots for 16 bytes of a box, latencies included. Fitted to the times of this
+// family on an H200 (docs/notes/depthwise.md).
 constexpr double kCopySlots = 42;
 // For the choice of a tile: a pixel of a box that TMA copies, relative to an output, which costs
 // about as much as one that threads copy.
 constexpr double kTmaPixel = 0.25;
 
 // The cost of tiles that hold a part of a pixel's channels: memory moves 64 bytes at a time and
-// caches lines of 128, which such tiles share. Parts of such lines are stored twice. The share of the
-// store time where tiles begin elsewhere, measured with 96, 144 and 192 channels.
+// caches lines of 128, which such tiles share. Parts of such lines are stored twice. The share of
+// the store time where tiles begin elsewhere, measured with 96, 144 and 192 channels.
 constexpr double kUnalignedStored = 2;
 struct SharedLines {
   double stored = 0, read = 0;

@@ -12,8 +12,8 @@ namespace jaxconv::few_channels {
 namespace {
 
 constexpr int64_t kMaxGridY = 65535;
-// Cycles of an SM for a row of x that passes through registers: that producers copy, whose sums of z
-// are added and stored, or that is spread. Fitted (docs/notes/few_channels.md).
+// Cycles of an SM for a row of x that passes through registers: that producers copy, whose sums of
+// z are added and stored, or that is spread. Fitted (docs/notes/few_channels.md).
 constexpr double kRowCycles = 600;
 
 int64_t FloorDiv(int64_t a, int64_t b) { return a >= 0 ? a / b : -CeilDiv(-a, b); }

@@ -146,8 +146,8 @@ TimeTerms TermsOf(const Instance& instance, const ConvProblem& problem, const Ge
   const double tensor = products + transposed;
   const double few = traffic.filter > 0 ? 1 + kFewRows * kLineBytes / traffic.filter : 1;
   const double rows_a = tile_m / (taps_per_load * (wgrad_filter_row ? kWgradRowTaps : 1));
-  // wgrad's rows of x are channels, and boxes beyond those of a 1x1 layer load nothing. In TF32 one box
-  // has all rows.
+  // wgrad's rows of x are channels, and boxes beyond those of a 1x1 layer load nothing. In TF32 one
+  // box has all rows.
   const int64_t block = KBlockElements(problem.lhs_dtype());
   const auto channels = static_cast<double>(CeilDiv(params.row_channels, block) * block);
   const bool few_boxes = wgrad && !tf32 && params.rank == 0;

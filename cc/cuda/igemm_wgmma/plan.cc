@@ -32,8 +32,8 @@ constexpr int64_t kDynamicTileBytes = 32 * 1024;
 constexpr int64_t kConsumers = 2;
 
 // Cycles of a consumer for the statistics of an output, without the merging kernel: where the form
-// hides a part of them, as long as an epilogue in straight lines; in other swap-AB forms as one in a
-// loop; and elsewhere. Hidden are those of reductions of at least kLongSum, of weight-stationary
+// hides a part of them, as long as an epilogue in straight lines; in other swap-AB forms as one in
+// a loop; and elsewhere. Hidden are those of reductions of at least kLongSum, of weight-stationary
 // forms, and of pointwise swap-AB, which TMA stores. Fitted to few times.
 constexpr int64_t kLongSum = 1024;
 constexpr double kStatistics = 0.26;
@@ -301,12 +301,13 @@ Status PlanIgemmWgmma(const KernelDesc& kernel, const ConvProblem& asked, const 
 }
 
 // Cycles of a consumer for an output. Scale, bias and a clamp on the fragments of 16-bit results;
-// behind slots (slot_store_sm90.cuh) they take straight lines. Those of float32 results take as long
-// as a loop over twice as many outputs. Other activations of 16-bit results take a loop, and silu in
-// it as long again. So does a residual, whose latency is exposed but behind slots. Silu takes twice as much in float32 and where nothing hides it: 192
-// accumulators leave few registers, and with a stationary filter the main loop is too short. So
-// does a residual with 192 accumulators, which leave no registers to load ahead, and in swap-AB,
-// whose warps synchronise twice for 32 pixels. Fitted to 300 times of fused layers.
+// behind slots (slot_store_sm90.cuh) they take straight lines. Those of float32 results take as
+// long as a loop over twice as many outputs. Other activations of 16-bit results take a loop, and
+// silu in it as long again. So does a residual, whose latency is exposed but behind slots. Silu
+// takes twice as much in float32 and where nothing hides it: 192 accumulators leave few registers,
+// and with a stationary filter the main loop is too short. So does a residual with 192
+// accumulators, which leave no registers to load ahead, and in swap-AB, whose warps synchronise
+// twice for 32 pixels. Fitted to 300 times of fused layers.
 constexpr double kClampCycles = 0.14;
 
 EpilogueCost EpilogueCostOf(const KernelDesc& kernel) {
