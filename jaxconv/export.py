@@ -15,6 +15,7 @@ from jaxconv._src.passes import (
     activated_sums,
     elementwise,
     masked_sums,
+    max_pool_gradient,
     max_pooling,
     moments,
     normalise_add,
@@ -40,7 +41,7 @@ def disabled_checks() -> list[jax.export.DisabledSafetyCheck]:
         elementwise.TARGET,
         masked_sums.TARGET,
         max_pooling.TARGET,
-        max_pooling.GRADIENT_TARGET,
+        max_pool_gradient.TARGET,
         moments.TARGET,
         normalise_add.TARGET,
     ]

@@ -19,13 +19,13 @@ import pytest
 import jaxconv
 from jaxconv._src.library import native
 from jaxconv._src.library.retired import RETIRED, Retired
-from jaxconv._src.passes import masked_sums, max_pooling
+from jaxconv._src.passes import masked_sums, max_pool_gradient, max_pooling
 
 FOLDER = pathlib.Path(__file__).parent / "exported"
 PROGRAMS = exported_programs.programs()
 VERSIONS = sorted(path.name for path in FOLDER.iterdir() if list(path.glob("*.bin")))
 
-PASSES = (masked_sums.TARGET, max_pooling.TARGET, max_pooling.GRADIENT_TARGET)
+PASSES = (masked_sums.TARGET, max_pooling.TARGET, max_pool_gradient.TARGET)
 
 CALL = re.compile(
     r"stablehlo\.custom_call @(jaxconv_\w+)\(.*?\) \{.*?mhlo\.backend_config = \{(.*?)\}"

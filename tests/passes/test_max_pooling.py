@@ -20,7 +20,7 @@ from jax.test_util import check_grads
 
 import jaxconv
 from jaxconv._src.library import native
-from jaxconv._src.passes import max_pooling
+from jaxconv._src.passes import max_pool_gradient, max_pooling
 from jaxconv._src.passes.max_pooling import NO_PLACE, Pooling, Windows
 
 NONE = (0, 0)
@@ -93,7 +93,12 @@ def pooled_and_back(x, dy, given, windows: Windows):
     """Computes the maxima and the gradient by the primitives."""
     form = Pooling(windows, bool(given), True, bool(given))
     maxima, places, *operands = max_pooling.max_pool(x, *given, form=form)
-    return maxima, max_pooling.max_pool_gradient([dy], places, windows=windows), places, operands
+    return (
+        maxima,
+        max_pool_gradient.max_pool_gradient([dy], places, windows=windows),
+        places,
+        operands,
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -142,7 +147,7 @@ def test_the_gradient_of_batch_norms_operand(name, dtype, on_the_cpu):
     x, given = integers(*windows.shape, dtype=dtype), vectors(windows.shape[-1])
     dy = integers(*windows.counts, seed=4, dtype=dtype)
     _, places = max_pooling.max_pool(x, form=Pooling(windows, False, True, False))
-    gradient = functools.partial(max_pooling.max_pool_gradient, windows=windows)
+    gradient = functools.partial(max_pool_gradient.max_pool_gradient, windows=windows)
     scale, y_scale, offset = given
     dz, y = gradient([dy], places).astype(np.float32), x.astype(np.float32)
     expected = (dz * scale + y * y_scale + offset).astype(dtype)
@@ -155,7 +160,7 @@ def test_two_gradients_are_added_as_the_program_adds_them(on_the_cpu):
     _, places = max_pooling.max_pool(x, form=Pooling(windows, False, True, False))
     key = jax.random.key(0)
     dy, dy2 = jax.random.normal(key, (2, *windows.counts), jnp.bfloat16)
-    gradient = functools.partial(max_pooling.max_pool_gradient, windows=windows)
+    gradient = functools.partial(max_pool_gradient.max_pool_gradient, windows=windows)
     assert_equal(gradient([dy, dy2], places), gradient([dy + dy2], places))
 
 
@@ -213,7 +218,7 @@ def test_a_call_with_every_operand(for_a_gpu):
 
     def function(dy, x, places, given):
         gradients = [dy, 2 * dy]
-        return max_pooling.max_pool_gradient(gradients, places, x, *given, windows=windows)
+        return max_pool_gradient.max_pool_gradient(gradients, places, x, *given, windows=windows)
 
     text = lowered(function, dy, x, jnp.zeros(dy.shape, np.uint8), given)
     assert calls(text) == (0, 1) and "tensor<0xf32>" not in text
@@ -308,12 +313,12 @@ def test_derivatives_to_second_order(on_the_cpu):
     def function(x, *given):
         maxima, places, taken = max_pooling.max_pool(x, *given, form=form)
         pooled = [maxima**2, taken], places
-        back = max_pooling.max_pool_gradient(*pooled, windows=windows)
+        back = max_pool_gradient.max_pool_gradient(*pooled, windows=windows)
         return (
             maxima,
             taken,
             back,
-            max_pooling.max_pool_gradient(*pooled, x, *given, windows=windows),
+            max_pool_gradient.max_pool_gradient(*pooled, x, *given, windows=windows),
         )
 
     check_grads(function, (x, *given), order=2, atol=2e-2, rtol=2e-2)
@@ -350,9 +355,9 @@ def test_kernels(name, dtype, affine):
         ([whole], [x, *given] if affine else []),
         ([whole, whole], [x, *given] if affine else []),
     ):
-        back = jax.jit(functools.partial(max_pooling.max_pool_gradient, windows=windows))
+        back = jax.jit(functools.partial(max_pool_gradient.max_pool_gradient, windows=windows))
         defined = functools.partial(
-            max_pooling.gradient_in_jax, windows=windows, gradients=len(gradients)
+            max_pool_gradient.in_jax, windows=windows, gradients=len(gradients)
         )
         assert_equal(
             back(gradients, found[1], *normalised),

@@ -26,7 +26,14 @@ from training_programs import assert_close, batch_norm
 import jaxconv
 from jaxconv._src.fuse.fuse_activations import Written
 from jaxconv._src.library import native
-from jaxconv._src.passes import activated_sums, masked_sums, max_pooling, moments, normalise_add
+from jaxconv._src.passes import (
+    activated_sums,
+    masked_sums,
+    max_pool_gradient,
+    max_pooling,
+    moments,
+    normalise_add,
+)
 from jaxconv._src.passes.masked_sums import Sums
 from jaxconv._src.passes.max_pooling import Pooling, Windows
 from jaxconv._src.passes.normalise import Form
@@ -82,7 +89,7 @@ def of_pooling(kinds: str, **options) -> Case:
 def of_gradient(gradients: int, normalised: str) -> Case:
     def function(*operands):
         given = operands[:gradients], *operands[gradients:]
-        return max_pooling.max_pool_gradient(*given, windows=WINDOWS)
+        return max_pool_gradient.max_pool_gradient(*given, windows=WINDOWS)
 
     return Case(function, "p" * gradients + "q" + normalised, windows=True)
 

@@ -162,17 +162,8 @@ class Graph:
 
         def function(*given: Any) -> Any:
             values = constants | ({} if start is None else {start: given[0]})
-
-            def value(a: Any) -> Any:
-                return a.val if isinstance(a, Literal) else values[a]
-
-            for eqn in eqns:
-                operands, params = map(value, eqn.invars), eqn.primitive.get_bind_params(eqn.params)
-                with compat.located_at(eqn):
-                    results = eqn.primitive.bind(*operands, **params)
-                results = results if eqn.primitive.multiple_results else [results]
-                values.update(zip(eqn.outvars, results, strict=True))
-            return jnp.asarray(value(atom))
+            compute(eqns, values)
+            return jnp.asarray(atom.val if isinstance(atom, Literal) else values[atom])
 
         return function
 
@@ -273,6 +264,16 @@ class Vector:
         if array.size == channels:
             return array.reshape((channels,))
         return jnp.broadcast_to(array.reshape((1,)), (channels,))
+
+
+def compute(eqns: Sequence[JaxprEqn], values: dict[Any, Any]) -> None:
+    """Evaluates equations in order; ``values`` has their operands, and receives their results."""
+    for eqn in eqns:
+        operands = [a.val if isinstance(a, Literal) else values[a] for a in eqn.invars]
+        with compat.located_at(eqn):
+            results = eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params(eqn.params))
+        results = results if eqn.primitive.multiple_results else [results]
+        values.update(zip(eqn.outvars, results, strict=True))
 
 
 def live(

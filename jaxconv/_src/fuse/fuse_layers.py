@@ -358,7 +358,7 @@ def _varies(affine: Affine) -> bool:
 
 def _centred(graph: Graph, term: Term) -> Term:
     """The same term with its array's mean subtracted first, if a call computes the mean."""
-    found = _statistics(graph, term.array)
+    found = moments_of(graph, term.array)
     if term.plain or found is None:
         return term
     statistics, of_examples = found
@@ -369,13 +369,14 @@ def _centred(graph: Graph, term: Term) -> Term:
     return term.around(Coefficient((statistics,), of_examples, mean))
 
 
-def _statistics(graph: Graph, array: Var) -> tuple[Var, bool] | None:
+def moments_of(graph: Graph, array: Any) -> tuple[Var, bool] | None:
     """The moments of an array that a call computes, and whether each example has its own."""
+    if not isinstance(array, Var):
+        return None
     for use in graph.uses(array):
         eqn = graph.eqns[use]
         if eqn.primitive.name == "transpose":
-            (array,) = eqn.outvars
-            found = _statistics(graph, array)
+            found = moments_of(graph, eqn.outvars[0])
             if found is not None:
                 return found
         if eqn.primitive is moments.moments_p:
@@ -386,6 +387,22 @@ def _statistics(graph: Graph, array: Var) -> tuple[Var, bool] | None:
     if made is None or made.primitive is not fused.conv_fused_p:
         return None
     return (made.outvars[-1], False) if made.params["epilogue"].statistics else None
+
+
+def before_moves(graph: Graph, array: Any) -> tuple[Any, tuple[JaxprEqn, ...]]:
+    """The array of which an atom is a copy in any order, and the equations that move it."""
+    moves: list[JaxprEqn] = []
+    while (made := graph.producer(array)) is not None and made.primitive.name in MOVING:
+        moves.insert(0, made)
+        array = made.invars[0]
+    return array, tuple(moves)
+
+
+def moved(array: jax.Array, moves: Sequence[JaxprEqn]) -> jax.Array:
+    """An array after the equations of ``before_moves``."""
+    for move in moves:
+        array = move.primitive.bind(array, **move.params)
+    return array
 
 
 def _activated(graph: Graph, operand: Var) -> tuple[Var, Callable[..., Any] | None]:

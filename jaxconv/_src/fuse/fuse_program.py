@@ -29,6 +29,7 @@ from jaxconv._src.fuse import (
     fuse_layers,
     fuse_means,
     fuse_parameters,
+    fuse_pooled_moments,
     fuse_pooling,
     fuse_reasons,
     fuse_rounding,
@@ -114,6 +115,7 @@ def _fused(
     if whole:
         eqns = fuse_parameters.rewritten(eqns, outvars)
     if forward:
+        eqns = fuse_pooled_moments.rewritten(eqns, outvars)
         eqns = fuse_rounding.rewritten(eqns, outvars)
     return jaxpr.replace(eqns=eqns, outvars=outvars)
 

@@ -25,8 +25,8 @@ from jax.interpreters import ad
 
 from jaxconv._src import compat
 from jaxconv._src.conv import fused
+from jaxconv._src.fuse import fuse_layers
 from jaxconv._src.fuse.fuse_graph import Graph, is_float, traced, type_of
-from jaxconv._src.fuse.fuse_layers import MOVING
 from jaxconv._src.passes import moments, normalise
 
 
@@ -97,13 +97,10 @@ def _operands(graph: Graph, position: int) -> list[_Operand]:
         return []
     found = []
     for index, array in enumerate(eqn.invars[:count]):
-        moves: list[JaxprEqn] = []
-        while (made := graph.producer(array)) is not None and made.primitive.name in MOVING:
-            moves.insert(0, made)
-            array = made.invars[0]
+        array, moves = fuse_layers.before_moves(graph, array)
         aval = type_of(array)
         if isinstance(array, Var) and is_float(aval.dtype) and aval.dtype.itemsize == 2:
-            found.append(_Operand(position, index, array, tuple(moves)))
+            found.append(_Operand(position, index, array, moves))
     return found
 
 
@@ -137,12 +134,8 @@ def _with_wide(graph: Graph, arrays: Sequence[_Operand], wide: Mapping[Var, Var]
         return results, [ad.instantiate_zeros(t) for t in found]
 
     def computed(wide: list[jax.Array], operands: list[jax.Array]) -> list[jax.Array]:
-        moved = []
-        for value, array in zip(wide, arrays, strict=True):
-            for move in array.moves:
-                value = move.primitive.bind(value, **move.params)
-            moved.append(value)
-        return call(moved, operands)
+        pairs = zip(wide, arrays, strict=True)
+        return call([fuse_layers.moved(value, array.moves) for value, array in pairs], operands)
 
     given = [wide[a.array] for a in arrays], list(eqn.invars)
     return traced(computed, given, eqn.outvars, graph, position)

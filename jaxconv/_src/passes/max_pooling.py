@@ -1,26 +1,22 @@
-"""The primitives max_pool and max_pool_gradient: window maxima, their places, and the gradient.
+"""The primitive max_pool: window maxima, and their places.
 
     z         = x, or relu((x - mean) * scale + offset), computed in float32 and rounded before relu
     maxima    = max of z over each window, with -inf in the padding
     places    = the position of the maximum within its window, as an 8-bit number
     operands  = x at the maximum
-    gradient  = dz, or dz * scale + y * y_scale + offset for batch norm's operand y, where dz at an
-                element is the sum of dy over the windows whose place is this element
 
 The window is searched in row-major order. An element replaces the current maximum unless the
 maximum is greater or equal, so the first of equal elements wins, and NaN propagates as in the
 program. After relu, a maximum that is not above 0 has the place NO_PLACE and the operand 0, because
 relu has no gradient there.
 
-An element of the gradient is a float32 sum in a fixed order, rounded once.
+On NVIDIA GPUs one kernel computes it in one pass; examples and channels may be sharded. Elsewhere
+and under vmap, JAX operations compute the same: one strided slice of x for each position in the
+window, and the maximum over these.
 
-On NVIDIA GPUs one kernel computes each primitive in one pass; examples and channels may be sharded.
-Elsewhere and under vmap, JAX operations compute the same:
-
-    forwards    one strided slice of x for each position in the window, and the maximum over these
-    backwards   at most ceil(size / stride) windows along each axis contain an element. For each of
-                them the pooled arrays are upsampled by the stride, and the gradient is selected
-                where the place is the element's position.
+The derivative is a linear call of its own. Its transpose adds the gradient of x at the places
+(``max_pool_gradient``). If x's moments determine the vectors, the same call has the tangent of the
+moments, and its transpose adds both gradients of x in one pass.
 """
 
 from __future__ import annotations
@@ -29,7 +25,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -42,18 +38,17 @@ from jax.interpreters import ad, mlir
 from jaxconv._src import compat
 from jaxconv._src.call import rules
 from jaxconv._src.library import custom_call, native
-from jaxconv._src.passes import masked_sums
+from jaxconv._src.passes import masked_sums, moments
 from jaxconv._src.passes.masked_sums import Sums
+from jaxconv._src.passes.max_pool_gradient import max_pool_gradient
 from jaxconv._src.passes.windows import Windows
-from jaxconv._src.problem.spec import DTYPE_NAMES
 from jaxconv._src.sharding.partition import Tensors
 from jaxconv._src.sharding.split_pass import Dimensions, SplitPass, result_types
 
-TARGET, GRADIENT_TARGET = "jaxconv_max_pool", "jaxconv_max_pool_gradient"
+TARGET = "jaxconv_max_pool"
 
 max_pool_p = Primitive(TARGET)
 max_pool_p.multiple_results = True
-max_pool_gradient_p = Primitive(GRADIENT_TARGET)
 max_pool_tangent_p = Primitive(TARGET + "_tangent")
 max_pool_tangent_p.multiple_results = True
 
@@ -97,31 +92,14 @@ class Pooling:
     stored: bool = False
     called: bool = True
 
-
-def key(
-    name: str, windows: Windows, dtype: np.dtype, words: Iterable[str] = ("places",)
-) -> str | None:
-    """The key of the pass, or None if no call expresses it."""
-    shape, spatial = windows.shape, slice(1, -1)
-    short = DTYPE_NAMES.get(dtype.name) if jnp.issubdtype(dtype, jnp.floating) else None
-    extents = all(isinstance(n, int) and n > 0 for n in shape) and 3 <= len(shape) <= 5
-    if short is None or not extents:
-        return None
-    for axis in (0, len(shape) - 1):
-        whole = windows.sizes[axis], windows.strides[axis], windows.padding[axis]
-        if whole != (1, 1, (0, 0)):
-            return None
-    if min(itertools.chain.from_iterable(windows.padding)) < 0:
-        return None
-    low = [pad for pad, _ in windows.padding]
-    by_axis = {"i": shape, "f": windows.sizes, "o": windows.counts, "s": windows.strides, "p": low}
-    axes = [letter + "x".join(map(str, each[spatial])) for letter, each in by_axis.items()]
-    return " ".join([name, short, f"b{shape[0]}", f"c{shape[-1]}", *axes, *words])
+    def with_places(self) -> Pooling:
+        """The same with the results that the derivative needs."""
+        return dataclasses.replace(self, places=True, operands=self.operands or self.affine)
 
 
 def accepts(windows: Windows, dtype: np.dtype) -> bool:
     """Whether kernels exist for arrays of this type, channels last, and these windows."""
-    asked = key("max_pool", windows, dtype)
+    asked = windows.key("max_pool", dtype, ["places"])
     plan = None if asked is None else rules.planned(asked)
     if asked is None or plan is not None:
         return plan is not None and plan.kernel is not None
@@ -149,25 +127,6 @@ def max_pool(*operands: jax.Array, form: Pooling) -> list[jax.Array]:
         form: the parameters.
     """
     return max_pool_p.bind(*compat.match_varying(*operands), form=form)
-
-
-def max_pool_gradient(
-    gradients: Sequence[jax.Array],
-    place: jax.Array,
-    *normalised: jax.Array,
-    windows: Windows,
-) -> jax.Array:
-    """The gradient of x, in the gradients' type.
-
-    Args:
-        gradients: one gradient of the maxima, or two, which are added and rounded.
-        place: the places, uint8.
-        normalised: empty, or y with x's dtype and shape, and scale, y_scale and offset, float32
-            (C,).
-        windows: the windows over x.
-    """
-    given = compat.match_varying(*gradients, place, *normalised)
-    return max_pool_gradient_p.bind(*given, windows=windows, gradients=len(gradients))
 
 
 # --- in JAX operations ---
@@ -230,55 +189,6 @@ def _elements(x: jax.Array, windows: Windows) -> Iterator[tuple[int, jax.Array]]
         yield windows.place(position), lax.slice(x, position, ends, strides)
 
 
-def gradient_in_jax(*operands: jax.Array, windows: Windows, gradients: int = 1) -> jax.Array:
-    """``max_pool_gradient`` in JAX operations."""
-    dy = functools.reduce(jnp.add, operands[:gradients])
-    place, *normalised = operands[gradients:]
-    strides, overlaps, weights = windows.strides, windows.overlaps, windows.weights
-    low = [pad for pad, _ in windows.padding]
-    # An element at stride * i + a lies in window i and in windows that begin before it.
-    grid = [-(-(p + n) // s) for p, n, s in zip(low, windows.shape, strides, strict=True)]
-    edges = [(m - 1, g - n, 0) for m, g, n in zip(overlaps, grid, dy.shape, strict=True)]
-    # Makes XLA read the stored places; it would otherwise recompute them, with a bounds check for
-    # each read.
-    place = lax.optimization_barrier(place)
-    if any(map(any, edges)):
-        dy = lax.pad(dy, np.array(0, dy.dtype), edges)
-        place = lax.pad(place, np.array(0, place.dtype), edges)
-        dy, place = lax.optimization_barrier((dy, place))
-    repeated: list[int] = []  # the extents of the grid, each followed by its stride
-    axes: list[int] = []
-    within: Any = np.uint8(0)  # an element's place in the window that begins at stride * i
-    for extent, step in zip(grid, strides, strict=True):
-        axes.append(len(repeated))
-        repeated += [extent] if step == 1 else [extent, step]
-    for axis, step, weight in zip(axes, strides, weights, strict=True):
-        if step > 1:
-            along = lax.broadcasted_iota(np.uint8, repeated, axis + 1)
-            within = within + along * np.uint8(weight)
-
-    def spread(array: jax.Array) -> jax.Array:
-        return lax.broadcast_in_dim(array, repeated, axes)
-
-    total: Any = 0.0
-    for before in itertools.product(*map(range, overlaps)):
-        starts = [m - 1 - j for m, j in zip(overlaps, before, strict=True)]
-        ends = [start + g for start, g in zip(starts, grid, strict=True)]
-        number = windows.place(j * s for j, s in zip(before, strides, strict=True))
-        here = spread(lax.slice(place, starts, ends)) == within + np.uint8(number)
-        source = spread(lax.slice(dy, starts, ends)).astype(np.float32)
-        total = total + lax.select(here, source, jnp.zeros_like(source))
-    dx = total if normalised else total.astype(dy.dtype)
-    for axis, step in enumerate(strides):
-        if step > 1:  # one axis at a time: a reshape of a sharded array can merge only two axes
-            dx = dx.reshape((*dx.shape[:axis], dx.shape[axis] * step, *dx.shape[axis + 2 :]))
-    dx = lax.slice(dx, low, [p + n for p, n in zip(low, windows.shape, strict=True)])
-    if not normalised:
-        return dx
-    y, scale, y_scale, offset = normalised
-    return (dx * scale + (y.astype(np.float32) * y_scale + offset)).astype(dy.dtype)
-
-
 # --- rules ---
 
 
@@ -293,28 +203,15 @@ def _jvp(primals, tangents, *, form: Pooling):
     """Takes the derivative at the places, which the forward pass then returns."""
     pairs = zip(("x", *_VECTORS), tangents, strict=False)
     given = {name: t for name, t in pairs if not isinstance(t, ad.Zero)}
-    with_places = dataclasses.replace(form, places=True, operands=form.operands or form.affine)
-    results = max_pool_p.bind(*primals, form=with_places)
+    results = max_pool_p.bind(*primals, form=form.with_places())
     place, *operands = results[form.copies :]
-    vectors = dict(zip(_VECTORS, primals[1:], strict=False))
-    linear = MaximaTangent(with_places, tuple(given))
-    named = vectors | {"place": place} | dict(zip(("operands",), operands, strict=False))
-    named["maxima"] = results[0]
-    kept = [named[name] for name in linear.kept]
-    of_maxima = max_pool_tangent_p.bind(*compat.match_varying(*given.values(), *kept), form=linear)
+    of_maxima = tangents_of_maxima(given, primals, results, MaximaTangent(form, tuple(given)))
     found = [*results[: form.copies], *[place] * form.places, *operands[: form.operands]]
     zeros: list[Any] = [ad.Zero(jax.typeof(place).to_tangent_aval())] * form.places
     if form.operands:  # only a second derivative differentiates these
         of_x = given.get("x", jnp.zeros_like(primals[0]))
         zeros.append(_at_places(of_x, place, form.windows))
     return found, [*of_maxima, *zeros]
-
-
-def _attributes(windows: Windows) -> dict[str, Any]:
-    spatial = slice(1, -1)
-    low = [pad for pad, _ in windows.padding]
-    named = {"sizes": windows.sizes, "strides": windows.strides, "padding": low}
-    return {name: np.asarray(each[spatial], np.int64) for name, each in named.items()}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -355,12 +252,12 @@ def _lower(platform: str, ctx, *operands, form: Pooling):
             TARGET,
             dict(zip(("x", "mean", "scale", "offset"), given, strict=False)),
             results,
-            **_attributes(form.windows),
+            **form.windows.attributes(),
         )
         return [found["maxima"]] * (form.copies - 1) + [found[name] for name in results]
 
     words = [n for n in ("affine", "places", "operands") if getattr(form, n)]
-    asked = key("max_pool", form.windows, ctx.avals_in[0].dtype, words)
+    asked = form.windows.key("max_pool", ctx.avals_in[0].dtype, words)
     in_jax_of_form = functools.partial(_lower_in_jax, form=form)
     return rules.lowered_pass(
         platform, ctx, operands, asked, by_kernel, in_jax_of_form, _MaxPool(form)
@@ -389,18 +286,49 @@ class MaximaTangent:
     """The parameters of a linear call: the tangents of the maxima.
 
     Attributes:
-        form: the differentiated function, with places, and with operands if it is affine.
+        form: the differentiated function.
         given: which of x, mean, scale and offset have a tangent; each is an operand.
+        wide: whether the tangents are float32, to be added to those of another call.
+        moments: whether the tangent of x's moments is the last result; only x is given then, a
+            16-bit array, and ``wide`` is set.
     """
 
     form: Pooling
     given: tuple[str, ...]
+    wide: bool = False
+    moments: bool = False
 
     @property
     def kept(self) -> tuple[str, ...]:
         """The names of the operands after the tangents: the factors of the tangents."""
+        if self.moments:
+            return ("scale", "y", "moments", "place")
         affine = ("mean", "scale", "maxima", "operands") if self.form.affine else ()
         return (*affine, "place")
+
+
+def tangents_of_maxima(
+    given: Mapping[str, jax.Array],
+    primals: Sequence[jax.Array],
+    results: Sequence[jax.Array],
+    form: MaximaTangent,
+    statistics: jax.Array | None = None,
+) -> list[jax.Array]:
+    """The tangents of the maxima, and of the moments of x on request.
+
+    Args:
+        given: the tangents in ``form.given``.
+        primals: x and the vectors.
+        results: those of ``max_pool`` with places.
+        form: the parameters.
+        statistics: the moments of x if ``form.moments``, float32 (2, C) or (3, C): mean, sum of
+            squared deviations, and in the latter case the rest (``moments``).
+    """
+    named = dict(zip(("y", *_VECTORS), primals, strict=False)) | {"moments": statistics}
+    named |= dict(zip(("place", "operands"), results[form.form.copies :], strict=False))
+    named["maxima"] = results[0]
+    operands = compat.match_varying(*given.values(), *(named[name] for name in form.kept))
+    return max_pool_tangent_p.bind(*operands, form=form)
 
 
 def _at_places(x: jax.Array, place: jax.Array, windows: Windows) -> jax.Array:
@@ -431,14 +359,22 @@ def tangent_in_jax(*operands: jax.Array, form: MaximaTangent) -> list[jax.Array]
     if affine:
         of_z = jnp.broadcast_to(of_z, place.shape)
         of_z = lax.select(place != NO_PLACE, of_z, jnp.zeros_like(of_z))
-        of_z = of_z.astype(named["maxima"].dtype)
-    return [of_z] * form.form.copies
+        of_z = of_z if form.wide else of_z.astype(named["maxima"].dtype)
+    of_moments = []
+    if form.moments:
+        found = named["moments"]
+        of_moments = [moments.tangent(named["y"], found, given["x"], segments=1)[: len(found)]]
+    return [*[of_z] * form.form.copies, *of_moments]
 
 
 def _tangent_abstract_eval(*operands: Any, form: MaximaTangent) -> list[Any]:
     named = dict(zip((*form.given, *form.kept), operands, strict=True))
-    like = named["maxima" if "maxima" in named else "x"]
-    return [named["place"].update(dtype=like.dtype, weak_type=False)] * form.form.copies
+    dtype = (
+        np.dtype(np.float32) if form.wide else named["maxima" if "maxima" in named else "x"].dtype
+    )
+    of_maxima = named["place"].update(dtype=dtype, weak_type=False)
+    of_moments = [named["moments"]] if form.moments else []
+    return [*[of_maxima] * form.form.copies, *of_moments]
 
 
 def _tangent_jvp(primals, tangents, *, form: MaximaTangent):
@@ -448,18 +384,24 @@ def _tangent_jvp(primals, tangents, *, form: MaximaTangent):
 
 def _tangent_transpose(cotangents, *operands, form: MaximaTangent):
     """The gradient of x is added at the places; the gradients of vectors are sums over windows."""
-    count = len(form.given)
+    count, copies = len(form.given), form.form.copies
     types = dict(zip(form.given, (o.aval for o in operands[:count]), strict=True))
     named = dict(zip(form.kept, operands[count:], strict=True))
-    gradients = [c for c in cotangents if not isinstance(c, ad.Zero)]
-    if not gradients:
-        return [ad.Zero(t) for t in types.values()] + [None] * len(form.kept)
-    first, *rest = gradients
-    gradients = [first, functools.reduce(jnp.add, rest)] if rest else [first]
+    others = [None] * len(form.kept)
+    if all(isinstance(c, ad.Zero) for c in cotangents):
+        return [ad.Zero(t) for t in types.values()] + others
+    gradients = [c for c in cotangents[:copies] if not isinstance(c, ad.Zero)]
+    if form.wide:  # conversions of 16-bit gradients
+        gradients = [g.astype(named["y" if form.moments else "maxima"].dtype) for g in gradients]
+    if len(gradients) > 1:
+        gradients = [gradients[0], functools.reduce(jnp.add, gradients[1:])]
+    if form.moments and not isinstance(cotangents[-1], ad.Zero):
+        return [_gradient_with_moments(gradients, cotangents[-1], named, form), *others]
     found: dict[str, Any] = {}
     if form.form.affine and types.keys() - {"x"}:
         sums = Sums(len(gradients), 1, "result", stores=False, above=0.0, below=None)
         arrays = *gradients, named["operands"], named["mean"], named["maxima"]
+        first = gradients[0]
         accepted = masked_sums.accepts(sums, first.shape, first.dtype) and form.form.stored
         summed = masked_sums.masked_sums if accepted else masked_sums.in_jax
         (totals,) = summed(*arrays, form=sums)
@@ -469,7 +411,22 @@ def _tangent_transpose(cotangents, *operands, form: MaximaTangent):
         if form.form.affine:
             dx = (dx.astype(np.float32) * named["scale"]).astype(types["x"].dtype)
         found["x"] = dx
-    return [found[name] for name in types] + [None] * len(form.kept)
+    return [found[name] for name in types] + others
+
+
+def _gradient_with_moments(
+    gradients: Sequence[jax.Array],
+    of_moments: jax.Array,
+    named: Mapping[str, jax.Array],
+    form: MaximaTangent,
+) -> jax.Array:
+    """The gradient of y, from the gradients of the maxima and of y's moments, in one pass."""
+    y, mean = named["y"], named["moments"][0]
+    of_mean, y_scale = of_moments[0] / (y.size // y.shape[-1]), 2 * of_moments[1]
+    if not gradients:
+        return ((y.astype(np.float32) - mean) * y_scale + of_mean).astype(y.dtype)
+    vectors = named["scale"], y_scale, of_mean - mean * y_scale
+    return max_pool_gradient(gradients, named["place"], y, *vectors, windows=form.form.windows)
 
 
 ad.primitive_jvps[max_pool_tangent_p] = _tangent_jvp
@@ -481,76 +438,4 @@ rules.register(
     batch=rules.batched_as(tangent_in_jax),
     lower=lambda platform, ctx, *operands, form: _lower_tangent(ctx, *operands, form=form),
     elsewhere=_lower_tangent,
-)
-
-
-def _gradient_abstract_eval(dy: Any, *operands: Any, windows: Windows, gradients: int) -> Any:
-    dx = dy.update(shape=windows.shape, weak_type=False)
-    return result_types(_MaxPoolGradient(windows, gradients), [dx], dy, *operands)[0]
-
-
-def _gradient_jvp(primals, tangents, *, windows: Windows, gradients: int):
-    form = dict(windows=windows, gradients=gradients)
-    out = max_pool_gradient_p.bind(*primals, **form)
-    return out, rules.tangent_of(gradient_in_jax, primals, tangents, **form)
-
-
-@dataclasses.dataclass(frozen=True)
-class _MaxPoolGradient(SplitPass):
-    """The partition of ``max_pool_gradient``'s arrays over devices."""
-
-    windows: Windows
-    gradients: int
-
-    primitive = max_pool_gradient_p
-    pools = True
-
-    def tensors(self, *shapes: Sequence[int]) -> Tensors:
-        dims = Dimensions(self.windows.shape)
-        names = [*(f"dy{i}_" for i in range(self.gradients)), "places"]
-        operands = [dims.array(name, self.windows.counts) for name in names]
-        if len(shapes) > len(operands):
-            operands.append(dims.array("y"))
-            names = ["scale", "y_scale", "offset"]
-            operands += map(dims.vector, names, shapes[len(operands) :])
-        return operands, [dims.array("dx")]
-
-    def on_part(self, parts: Callable[[str], int], *operands: jax.Array) -> list[jax.Array]:
-        return _MaxPoolGradient(self.windows.of_part(parts), self.gradients).bind(*operands)
-
-
-def _gradient_lower(platform: str, ctx, *operands, windows: Windows, gradients: int):
-    """Lowers to one custom call, or to JAX operations."""
-
-    def by_kernel(_: native.PassPlan) -> list[Any]:
-        names = [*("dy", "dy2")[:gradients], "places", "y", "scale", "y_scale", "offset"]
-        given = zip(operands, ctx.avals_in, strict=True)
-        found = custom_call.lowered(
-            ctx,
-            platform,
-            GRADIENT_TARGET,
-            dict(zip(names, given, strict=False)),
-            {"dx": ctx.avals_out[0]},
-            **_attributes(windows),
-        )
-        return [found["dx"]]
-
-    words = [f"g{gradients}", *["affine"] * (len(operands) > gradients + 1)]
-    asked = key("max_pool_gradient", windows, ctx.avals_in[0].dtype, words)
-    in_jax_of_windows = functools.partial(
-        _gradient_lower_in_jax, windows=windows, gradients=gradients
-    )
-    call = _MaxPoolGradient(windows, gradients)
-    return rules.lowered_pass(platform, ctx, operands, asked, by_kernel, in_jax_of_windows, call)
-
-
-_gradient_lower_in_jax = mlir.lower_fun(gradient_in_jax, multiple_results=False)
-
-ad.primitive_jvps[max_pool_gradient_p] = _gradient_jvp
-rules.register(
-    max_pool_gradient_p,
-    shapes=_gradient_abstract_eval,
-    batch=rules.batched_as(gradient_in_jax),
-    lower=_gradient_lower,
-    elsewhere=_gradient_lower_in_jax,
 )

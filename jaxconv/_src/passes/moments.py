@@ -66,7 +66,7 @@ def in_jax(y: jax.Array, *, segments: int) -> jax.Array:
     return jnp.stack([mean, squares, over_segments(jnp.mean, deviation, segments)], -2)
 
 
-def _tangent(y: jax.Array, found: jax.Array, dy: jax.Array, *, segments: int) -> jax.Array:
+def tangent(y: jax.Array, found: jax.Array, dy: jax.Array, *, segments: int) -> jax.Array:
     """The tangent of the moments ``found`` of y, linear in dy."""
     deviation = y.astype(np.float32) - along_segments(found[..., 0, :], y.shape, segments)
     if y.dtype.itemsize >= 4:
@@ -85,7 +85,7 @@ def _jvp(primals, tangents, *, segments: int):
     if isinstance(dy, ad.Zero):
         return found, ad.Zero(jax.typeof(found).to_tangent_aval())
     # jax.checkpoint: the backward pass keeps y, not its float32 deviations.
-    of_moments = jax.checkpoint(functools.partial(_tangent, segments=segments), prevent_cse=False)
+    of_moments = jax.checkpoint(functools.partial(tangent, segments=segments), prevent_cse=False)
     return found, of_moments(y, found, dy)
 
 

@@ -3,8 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from jaxconv._src.problem.spec import DTYPE_NAMES
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,3 +60,26 @@ class Windows:
     def place(self, position: Iterable[int]) -> int:
         """The place of a position in a window."""
         return sum(p * w for p, w in zip(position, self.weights, strict=True))
+
+    def key(self, name: str, dtype: np.dtype, words: Iterable[str]) -> str | None:
+        """The key of a pass over arrays of this type, or None if no call expresses it."""
+        shape, spatial = self.shape, slice(1, -1)
+        short = DTYPE_NAMES.get(dtype.name) if jnp.issubdtype(dtype, jnp.floating) else None
+        extents = all(isinstance(n, int) and n > 0 for n in shape) and 3 <= len(shape) <= 5
+        if short is None or not extents:
+            return None
+        for axis in (0, len(shape) - 1):
+            if (self.sizes[axis], self.strides[axis], self.padding[axis]) != (1, 1, (0, 0)):
+                return None
+        if min(itertools.chain.from_iterable(self.padding)) < 0:
+            return None
+        low = [pad for pad, _ in self.padding]
+        by_axis = {"i": shape, "f": self.sizes, "o": self.counts, "s": self.strides, "p": low}
+        axes = [letter + "x".join(map(str, each[spatial])) for letter, each in by_axis.items()]
+        return " ".join([name, short, f"b{shape[0]}", f"c{shape[-1]}", *axes, *words])
+
+    def attributes(self) -> dict[str, Any]:
+        """The attributes of a custom call, by spatial axis."""
+        low = [pad for pad, _ in self.padding]
+        named = {"sizes": self.sizes, "strides": self.strides, "padding": low}
+        return {name: np.asarray(each[1:-1], np.int64) for name, each in named.items()}
