@@ -182,6 +182,34 @@ def test_derivatives_of_activations(activation, dtype):
     np.testing.assert_allclose(sums, expected_sums, rtol=error, atol=8 * error)
 
 
+def sums_of_unbounded_gradients(activation: str) -> jax.Array:
+    """The sums where the gradient is NaN or infinite, and the activation constant."""
+    form = Sums(1, 1, "affine", False, None, None, activation)
+    gradient = jnp.array([np.nan, np.inf, -np.inf, 1, 2, 3], jnp.bfloat16)
+    y = jnp.array([-4, 4, -8, 0, 1, -1], jnp.bfloat16)
+    arrays = (jnp.broadcast_to(a[:, None], (6, 8)) for a in (gradient, y))
+    zero, one = jnp.zeros(8), jnp.ones(8)
+    return jax.jit(functools.partial(masked_sums.masked_sums, form=form))(*arrays, zero, one, zero)[
+        0
+    ]
+
+
+def assert_zeros_where_programs_select():
+    """relu6(u + 3) / 6 has a derivative by selection; that of jnp.clip is a factor."""
+    expected = np.array([[1.0], [-1 / 6]]) * np.ones(8)
+    np.testing.assert_allclose(sums_of_unbounded_gradients("hard_sigmoid"), expected, 1e-2)
+    assert np.isnan(sums_of_unbounded_gradients("clip_hard_sigmoid")).all()
+
+
+def test_where_programs_select_the_gradient():
+    assert_zeros_where_programs_select()
+
+
+@pytest.mark.gpu
+def test_kernel_where_programs_select_the_gradient():
+    assert_zeros_where_programs_select()
+
+
 @pytest.mark.parametrize("name", ["two gradients", "bits, bounded, stored"])
 def test_derivative(name):
     """The call is linear in the gradients, and is differentiated like the operations of JAX."""

@@ -124,6 +124,11 @@ __global__ void __launch_bounds__(kPassThreads, 2)
         }
         if constexpr (kMaskBy == MaskBy::kDerivative) {
           Differentiate<T>(p.derivative, p.slope, of_mask);
+          if (p.derivative == Derivative::kHardSigmoid) {
+            // Programs select: where the derivative is 0, so is a gradient of NaN or infinity.
+#pragma unroll
+            for (int i = 0; i < kVector; ++i) masked[i] = of_mask[i] == 0 ? 0 : masked[i];
+          }
 #pragma unroll
           for (int i = 0; i < kVector; ++i) masked[i] *= of_mask[i];
           Vector<T>::Rounded(masked).Unpack(masked);

@@ -35,7 +35,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxconv._src import compat
 from jaxconv._src.call import rules
 from jaxconv._src.library import custom_call, native
-from jaxconv._src.passes.derivatives import DERIVATIVES, derivative
+from jaxconv._src.passes.derivatives import DERIVATIVES, times_derivative
 from jaxconv._src.problem.spec import DTYPE_NAMES
 from jaxconv._src.sharding import explicit_mesh
 from jaxconv._src.sharding.partition import Tensors
@@ -198,8 +198,7 @@ def _masked(
         scale, offset = (along_segments(v, gradient.shape, form.segments) for v in of_mask)
         a = (centred[0] * scale + offset).astype(gradient.dtype)
     if form.derivative is not None:
-        factor = derivative(form.derivative, form.slope, a)
-        return (gradient.astype(np.float32) * factor).astype(gradient.dtype)
+        return times_derivative(form.derivative, form.slope, a, gradient).astype(gradient.dtype)
     above, below = form.bounds
     kept = a > jnp.asarray(-np.inf if above is None else above, a.dtype)
     if below is not None:
