@@ -43,13 +43,7 @@ def drawn(shape, dtype, vectors=3, rows: int = 0) -> list[jax.Array]:
 
 
 def bound(of: Form, segments: int):
-    """A function of an array and its vectors, with the call of ``normalise`` before the sums."""
-
-    def function(*operands: jax.Array) -> jax.Array:
-        (z,) = normalise.normalise(*operands, form=of)
-        return activated_sums.activated_sums(z, *operands, form=of, segments=segments)
-
-    return function
+    return functools.partial(activated_sums.activated_sums, form=of, segments=segments)
 
 
 def defined(operands, activation: str, segments: int) -> np.ndarray:
