@@ -36,6 +36,7 @@ from jaxconv._src import compat
 from jaxconv._src.call import rules
 from jaxconv._src.library import custom_call, native
 from jaxconv._src.passes import normalise
+from jaxconv._src.passes.derivatives import derivative
 from jaxconv._src.passes.masked_sums import (
     accepts_rows,
     key_of_rows,
@@ -58,14 +59,14 @@ def key(
     form: Form, shape: tuple[int, ...], dtype: np.dtype, segments: int, derivatives: bool = False
 ) -> str | None:
     """The key of the pass, or None if no call expresses it."""
-    named, derivative = _activation(form), normalise.derivative_with_value(form.activation)
+    named, differentiated = _activation(form), normalise.derivative_with_value(form.activation)
     if named is None or form.summands != 1 or form.dtype != dtype:
         return None
     words = [f"activation:{named[0]}"]
     if derivatives:
-        if derivative is None:
+        if differentiated is None:
             return None
-        words.append(f"derivative:{derivative[0]}")
+        words.append(f"derivative:{differentiated[0]}")
     return key_of_rows("activated_sums", shape, dtype, segments, words)
 
 
@@ -100,19 +101,25 @@ def activated_sums(
 
 
 def in_jax(*operands: jax.Array, form: Form, segments: int, derivatives: bool) -> jax.Array:
-    """The same in JAX operations."""
-    (z,) = normalise.in_jax(*operands, form=dataclasses.replace(form, copies=1, bits=False))
-    terms = [z.astype(np.float32)]
+    """The same in JAX operations.
+
+    The activations that kernels know are computed by name, because a device's part of the array has
+    another shape than the program's activation.
+    """
+    named = dict(zip(form.names, operands, strict=True))
+    u, by_name = normalise.operand(named, form), _activation(form)
+    assert form.activation is not None, "an activation"
+    z = form.activation.value(u) if by_name is None else epilogue.activate(u, *by_name)
+    terms = [z.astype(form.dtype).astype(np.float32)]
     if derivatives:
-        slope = _slope(operands, form)
-        centred = normalise.centred(dict(zip(form.names, operands, strict=True)), 0)
-        terms += [slope, slope * centred]
+        known = normalise.derivative_with_value(form.activation)
+        slope = _slope(u, form) if known is None else derivative(*known, u)
+        terms += [slope, slope * normalise.centred(named, 0)]
     return jnp.stack([over_segments(jnp.sum, t, segments) for t in terms], -2)
 
 
-def _slope(operands: Sequence[jax.Array], form: Form) -> jax.Array:
-    """activation'(u), float32."""
-    u = normalise.operand(dict(zip(form.names, operands, strict=True)), form)
+def _slope(u: jax.Array, form: Form) -> jax.Array:
+    """activation'(u) of the program, float32."""
     assert form.activation is not None, "an activation"
     return form.activation.cotangent(u, jnp.ones_like(u))
 
@@ -156,7 +163,7 @@ def _jvp(primals, tangents, *, form: Form, segments: int, derivatives: bool):
 
 def _tangent_by_array(dy: jax.Array, *operands: jax.Array, form: Form, segments: int) -> jax.Array:
     named = dict(zip(form.names, operands, strict=True))
-    factor = normalise.times(_slope(operands, form), named, 0)
+    factor = normalise.times(_slope(normalise.operand(named, form), form), named, 0)
     return over_segments(jnp.sum, factor * dy.astype(np.float32), segments)
 
 
@@ -202,15 +209,15 @@ def _lower(platform: str, ctx, *operands, form: Form, segments: int, derivatives
         by_part = ShapedArray((*leading, plan.parts, split.rows, y.shape[-1]), np.dtype(np.float32))
         names = [name.rstrip("0") for name in form.names]
         given = dict(zip(names, zip(operands, ctx.avals_in, strict=True), strict=True))
-        named, derivative = _activation(form), normalise.derivative_with_value(form.activation)
+        named, of_call = _activation(form), normalise.derivative_with_value(form.activation)
         assert named is not None, "a plan of a pass with an activation"
         attributes: dict[str, Any] = dict(activation=named[0], slope=np.float32(named[1]))
         # Exported programs of earlier versions lack the following ones.
         if segments > 1:
             attributes |= dict(segments=np.int64(segments))
         if derivatives:
-            assert derivative is not None, "a plan of a pass with a derivative"
-            attributes |= dict(derivative=derivative[0])
+            assert of_call is not None, "a plan of a pass with a derivative"
+            attributes |= dict(derivative=of_call[0])
         found = custom_call.lowered(ctx, platform, TARGET, given, {"sums": by_part}, **attributes)
         return sum_of_parts(ctx, found["sums"], by_part, sums)
 
