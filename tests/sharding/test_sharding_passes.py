@@ -75,7 +75,8 @@ def of_moments(segments: int) -> Case:
 
 def of_activated(segments: int, operands: str, derivatives: bool = False) -> Case:
     vectors = ("mean", "scale", "offset")
-    silu = Written(jax.nn.silu, jax.core.ShapedArray(SHAPE, jnp.bfloat16), "silu")
+    operand = jax.core.ShapedArray(SHAPE, jnp.bfloat16)
+    silu = Written(jax.nn.silu, operand, "silu", named=("silu", 0.0))
     form = Form((vectors,), False, silu, np.dtype(jnp.bfloat16))
     function = functools.partial(
         activated_sums.activated_sums, form=form, segments=segments, derivatives=derivatives

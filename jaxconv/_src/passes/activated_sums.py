@@ -7,7 +7,7 @@ For a channels-last array y and vectors, as for a ``normalise`` call with y as i
 
 as in squeeze and excitation. On NVIDIA GPUs one kernel reads y once, on each device its part, and
 computes in float32; XLA's sums over leading axes reach about half of the memory's bandwidth.
-Elsewhere and under vmap, JAX operations sum the activations, rounded to the dtype of ``normalise``.
+Elsewhere and under vmap, JAX operations compute the same. No activation is rounded before the sum.
 
 The tangent is
 
@@ -110,7 +110,7 @@ def in_jax(*operands: jax.Array, form: Form, segments: int, derivatives: bool) -
     u, by_name = normalise.operand(named, form), _activation(form)
     assert form.activation is not None, "an activation"
     z = form.activation.value(u) if by_name is None else epilogue.activate(u, *by_name)
-    terms = [z.astype(form.dtype).astype(np.float32)]
+    terms = [z.astype(np.float32)]
     if derivatives:
         known = normalise.derivative_with_value(form.activation)
         slope = _slope(u, form) if known is None else derivative(*known, u)
