@@ -144,8 +144,11 @@ Status RunMaskedSums(const CudaContext& context, const MaskedSumsArrays& arrays,
   RowsOfChannels rows;
   MaskedSums sums = {};
   std::string_view activation = kDerivativeNames[0];
+  int64_t values = 0;  // whether the sum with the activation's value is asked for
   JAXCONV_RETURN_IF_ERROR(ReadRows(arrays.gradient, attributes, &rows));
+  JAXCONV_RETURN_IF_ERROR(attributes.GetIf("values", &values));
   const bool one = arrays.y.present(), two = one && arrays.y2.present();
+  const int64_t kinds = 1 + one + two + (values != 0);
   const bool by_result = arrays.result.present(), by_bits = !by_result && arrays.bits.present();
   const bool affine = !by_result && !by_bits && arrays.scale.present();
   JAXCONV_RETURN_IF_ERROR(CheckEach(
@@ -159,11 +162,18 @@ Status RunMaskedSums(const CudaContext& context, const MaskedSumsArrays& arrays,
        {rows.NumbersOf(arrays.scale.dimensions()), affine, {arrays.scale}},
        {rows.NumbersOf(arrays.offset.dimensions()), affine, {arrays.offset}},
        {rows.whole, arrays.masked.present(), {arrays.masked}},
-       {rows.PartsOf(arrays.sums.dimensions(), 1 + one + two, &sums.parts), true, {arrays.sums}}}));
+       {rows.PartsOf(arrays.sums.dimensions(), kinds, &sums.parts), true, {arrays.sums}}}));
   JAXCONV_RETURN_IF_ERROR(attributes.Get("above", &sums.above, "below", &sums.below));
   JAXCONV_RETURN_IF_ERROR(attributes.GetIf("activation", &activation));
   JAXCONV_RETURN_IF_ERROR(attributes.GetIf("slope", &sums.slope));
   JAXCONV_RETURN_IF_ERROR(ParseDerivative(activation, &sums.derivative));
+  if (values != 0) {
+    sums.activation = ActivationOf(sums.derivative);
+    if (sums.activation == Activation::kNone) {
+      return Mismatch("values",
+                      "no kernel has the activation of '" + std::string(activation) + "'");
+    }
+  }
   sums.segments = rows.segments, sums.rows = rows.rows, sums.channels = rows.channels;
   sums.gradient = arrays.gradient.data(), sums.gradient2 = arrays.gradient2.data();
   sums.result = arrays.result.data(), sums.bits = arrays.bits.data<const uint8_t>();
@@ -191,14 +201,17 @@ Status RunActivatedSums(const CudaContext& context, const ActivatedSumsArrays& a
                         const Attributes& attributes) {
   RowsOfChannels rows;
   ActivatedSums sums = {};
-  std::string_view activation;
+  std::string_view activation, derivative = kDerivativeNames[0];
   JAXCONV_RETURN_IF_ERROR(ReadRows(arrays.y, attributes, &rows));
+  JAXCONV_RETURN_IF_ERROR(attributes.GetIf("derivative", &derivative));
+  JAXCONV_RETURN_IF_ERROR(ParseDerivative(derivative, &sums.derivative));
+  const int64_t kinds = sums.derivative == Derivative::kNone ? 1 : 3;
   for (const Array& vector : {arrays.mean, arrays.scale, arrays.offset}) {
     JAXCONV_RETURN_IF_ERROR(
         CheckEach({{rows.NumbersOf(vector.dimensions()), vector.present(), {vector}}}));
   }
-  JAXCONV_RETURN_IF_ERROR(
-      CheckEach({{rows.PartsOf(arrays.sums.dimensions(), 1, &sums.parts), true, {arrays.sums}}}));
+  JAXCONV_RETURN_IF_ERROR(CheckEach(
+      {{rows.PartsOf(arrays.sums.dimensions(), kinds, &sums.parts), true, {arrays.sums}}}));
   JAXCONV_RETURN_IF_ERROR(attributes.Get("activation", &activation, "slope", &sums.slope));
   if (!ParseActivation(activation, &sums.activation)) {
     return Mismatch("activation", "'" + std::string(activation) + "' is none");

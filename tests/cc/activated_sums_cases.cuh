@@ -2,12 +2,12 @@
 #ifndef JAXCONV_TESTS_CC_ACTIVATED_SUMS_CASES_CUH_
 #define JAXCONV_TESTS_CC_ACTIVATED_SUMS_CASES_CUH_
 
-#include <algorithm>
-#include <cmath>
 #include <cstdint>
+#include <iterator>
 #include <string>
 #include <vector>
 
+#include "activations.cuh"
 #include "core/activation_names.h"
 #include "cuda/normalisation/activated_sums.h"
 #include "pass_test.cuh"
@@ -19,34 +19,8 @@ struct ActivatedSumsCase {
   int64_t segments, rows, channels, parts;
   Activation activation;
   bool centred, of_segments;  // vectors: a mean too; one for each segment
+  Derivative derivative;      // kNone: only the first sum
 };
-
-// An activation at `u`, in double.
-inline double ActivationOf(Activation activation, double slope, double u) {
-  switch (activation) {
-    case Activation::kNone:
-      return u;
-    case Activation::kRelu:
-      return std::max(u, 0.0);
-    case Activation::kRelu6:
-      return std::min(std::max(u, 0.0), 6.0);
-    case Activation::kLeakyRelu:
-      return u < 0 ? slope * u : u;
-    case Activation::kGelu:
-      return u * std::erfc(-u * std::sqrt(0.5)) / 2;
-    case Activation::kGeluTanh:
-      return u / 2 * (1 + std::tanh(std::sqrt(2 / M_PI) * (u + 0.044715 * u * u * u)));
-    case Activation::kSilu:
-      return u / (1 + std::exp(-u));
-    case Activation::kSigmoid:
-      return 1 / (1 + std::exp(-u));
-    case Activation::kTanh:
-      return std::tanh(u);
-    case Activation::kHardSwish:
-      return u * std::min(std::max(u + 3, 0.0), 6.0) / 6;
-  }
-  return 0;
-}
 
 inline void RunActivatedSums(const ActivatedSumsCase& c, PassTest& test) {
   const int64_t count = c.segments * c.rows * c.channels;
@@ -56,27 +30,37 @@ inline void RunActivatedSums(const ActivatedSumsCase& c, PassTest& test) {
   const std::vector<double> scale = test.Drawn(numbers), offset = test.Drawn(numbers);
   const DeviceArray of_y(c.dtype, y), of_mean(DType::kF32, mean), of_scale(DType::kF32, scale);
   const DeviceArray of_offset(DType::kF32, offset);
-  const DeviceArray sums(DType::kF32, c.segments * c.parts * c.channels);
+  const int64_t kinds = c.derivative == Derivative::kNone ? 1 : 3;
+  const DeviceArray sums(DType::kF32, c.segments * c.parts * kinds * c.channels);
   ActivatedSums p = {};
   p.segments = c.segments, p.rows = c.rows, p.channels = c.channels, p.parts = c.parts;
   p.y = of_y.data(), p.activation = c.activation, p.slope = 0.25f;
+  p.derivative = c.derivative;
   if (c.centred) p.mean = {of_mean.as<float>(), stride};
   p.scale = {of_scale.as<float>(), stride}, p.offset = {of_offset.as<float>(), stride};
   p.sums = sums.as<float>();
   test.Launched(LaunchActivatedSums(c.dtype, p, nullptr));
   auto defined = [&] {
-    std::vector<double> expected(c.segments * c.channels);
+    std::vector<double> expected(c.segments * kinds * c.channels);
     for (int64_t at = 0; at < count; ++at) {
       const int64_t k = at % c.channels, segment = at / c.channels / c.rows;
       const int64_t of = segment * stride + k;
-      const double u = (y[at] - (c.centred ? mean[of] : 0)) * scale[of] + offset[of];
-      expected[segment * c.channels + k] += ActivationOf(c.activation, 0.25, u);
+      const double centred = y[at] - (c.centred ? mean[of] : 0);
+      const double u = centred * scale[of] + offset[of];
+      double* const sum = expected.data() + segment * kinds * c.channels + k;
+      sum[0] += ActivationOf(c.activation, 0.25, u);
+      if (kinds == 1) continue;
+      const double slope = DerivativeOf(c.derivative, 0.25, u);
+      sum[c.channels] += slope;
+      sum[2 * c.channels] += slope * centred;
     }
     return expected;
   };
   const bool exact = c.activation == Activation::kRelu || c.activation == Activation::kRelu6;
+  // The errors of derivatives are multiplied by y - mean.
+  const double tolerance = exact ? 0 : kinds == 1 ? 2e-5 : 2e-4;
   test.Result("sums", sums, defined, static_cast<int>(c.parts), static_cast<int>(c.segments),
-              exact ? 0 : 2e-5);
+              tolerance);
 }
 
 inline void ActivatedSumsCases(PassTest& test) {
@@ -96,7 +80,22 @@ inline void ActivatedSumsCases(PassTest& test) {
                    std::to_string(rows) + "x" + std::to_string(channels) + "_parts" +
                    std::to_string(parts) + "_" + kActivationNames[static_cast<int>(activation)] +
                    (centred ? "_centred" : "") + (of_segments ? "_of_segments" : ""));
-        RunActivatedSums({dtype, segments, rows, channels, parts, activation, centred, of_segments},
+        RunActivatedSums({dtype, segments, rows, channels, parts, activation, centred, of_segments,
+                          Derivative::kNone},
+                         test);
+      }
+      for (int i = 1; i < static_cast<int>(std::size(kDerivativeNames)); ++i) {
+        const auto derivative = static_cast<Derivative>(i);
+        const Activation activation = ActivationOf(derivative);
+        // Every third type of a shape, so that each derivative sees every type.
+        if (activation == Activation::kNone || (i + type + index) % 3 != 0) continue;
+        const bool centred = i % 2 == 0, of_segments = segments > 1 && i % 3 == 0;
+        test.Begin(std::string(Name(TypeOf(type))) + "_" + std::to_string(segments) + "x" +
+                   std::to_string(rows) + "x" + std::to_string(channels) + "_parts" +
+                   std::to_string(parts) + "_derivative_" + std::string(kDerivativeNames[i]) +
+                   (centred ? "_centred" : "") + (of_segments ? "_of_segments" : ""));
+        RunActivatedSums({TypeOf(type), segments, rows, channels, parts, activation, centred,
+                          of_segments, derivative},
                          test);
       }
     }

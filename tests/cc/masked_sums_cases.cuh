@@ -2,12 +2,13 @@
 #ifndef JAXCONV_TESTS_CC_MASKED_SUMS_CASES_CUH_
 #define JAXCONV_TESTS_CC_MASKED_SUMS_CASES_CUH_
 
-#include <cmath>
 #include <cstdint>
+#include <iterator>
 #include <limits>
 #include <string>
 #include <vector>
 
+#include "activations.cuh"
 #include "cuda/normalisation/masked_sums.h"
 #include "pass_test.cuh"
 
@@ -23,54 +24,11 @@ struct MaskedSumsCase {
   bool stores;
   float below;
   Derivative derivative;
+  bool values = false;  // with the sum of the activation's values
 };
 
-// The derivative of an activation at `u`, in double.
-inline double DerivativeOf(Derivative derivative, double slope, double u) {
-  const double s = 1 / (1 + std::exp(-u)), density = std::exp(-u * u / 2) / std::sqrt(2 * M_PI);
-  const double k = std::sqrt(8 / M_PI), t = std::tanh(std::log1p(std::exp(u)));
-  const double g = 1 / (1 + std::exp(-k * (u + 0.044715 * u * u * u)));
-  switch (derivative) {
-    case Derivative::kNone:
-      break;
-    case Derivative::kLeakyRelu:
-      return u >= 0 ? 1 : slope;
-    case Derivative::kElu:
-      return u > 0 ? 1 : slope * std::exp(u);
-    case Derivative::kHardSigmoid:
-      return u > -3 && u < 3 ? 1 / 6.0 : 0;
-    case Derivative::kHardSwish:
-      return u <= -3 ? 0 : u >= 3 ? 1 : u / 3 + 0.5;
-    case Derivative::kSigmoid:
-      return s * (1 - s);
-    case Derivative::kSilu:
-      return s + u * s * (1 - s);
-    case Derivative::kTanh:
-      return 1 - std::tanh(u) * std::tanh(u);
-    case Derivative::kGelu:
-      return std::erfc(-u * std::sqrt(0.5)) / 2 + u * density;
-    case Derivative::kGeluTanh:
-      return g + u * g * (1 - g) * k * (1 + 3 * 0.044715 * u * u);
-    case Derivative::kSoftplus:
-      return s;
-    case Derivative::kMish:
-      return t + u * (1 - t * t) * s;
-    case Derivative::kMaximum:
-      return u > 0 ? 1 : u == 0 ? 0.5 : 0;
-    case Derivative::kClip6:
-      return u > 0 && u < 6 ? 1 : u == 0 || u == 6 ? 0.5 : 0;
-    case Derivative::kLeakyMaximum:
-      return u > 0 ? 1 : u == 0 ? (1 + slope) / 2 : slope;
-    case Derivative::kClipHardSigmoid:
-      return std::abs(u) < 3 ? 1 / 6.0 : std::abs(u) == 3 ? 1 / 12.0 : 0;
-    case Derivative::kClipHardSwish:
-      return u < -3 ? 0 : u == -3 ? -0.25 : u < 3 ? u / 3 + 0.5 : u == 3 ? 1.25 : 1;
-  }
-  return 0;
-}
-
 inline void RunMaskedSums(const MaskedSumsCase& c, PassTest& test) {
-  const int64_t count = c.segments * c.rows * c.channels, kinds = 1 + c.arrays;
+  const int64_t count = c.segments * c.rows * c.channels, kinds = 1 + c.arrays + c.values;
   const int64_t numbers = c.segments * c.channels;
   const std::vector<double> gradient = test.Drawn(count), gradient2 = test.Drawn(count),
                             y = test.Drawn(count), y2 = test.Drawn(count);
@@ -112,6 +70,7 @@ inline void RunMaskedSums(const MaskedSumsCase& c, PassTest& test) {
   }
   p.above = 0, p.below = c.below;
   p.derivative = c.derivative, p.slope = 0.25f;
+  if (c.values) p.activation = ActivationOf(c.derivative);
   if (c.stores) p.masked = masked.data();
   p.sums = sums.as<float>();
   test.Launched(LaunchMaskedSums(c.dtype, p, nullptr));
@@ -120,14 +79,17 @@ inline void RunMaskedSums(const MaskedSumsCase& c, PassTest& test) {
   if (c.derivative != Derivative::kNone) {
     tolerance = c.dtype == DType::kF32 ? 1e-5 : c.dtype == DType::kF16 ? 2e-3 : 1e-2;
   }
-  auto dz = [&](int64_t at) {
+  auto u_at = [&](int64_t at) {
     const int64_t k = at % c.channels, segment = at / (c.rows * c.channels);
+    return (y[at] - mean[k]) * scale[segment * c.channels + k] + offset[k];
+  };
+  auto dz = [&](int64_t at) {
     const double g = c.gradients == 2 ? gradient[at] + gradient2[at] : gradient[at];
     if (c.told == MaskTold::kNone) return g;
     if (c.told != MaskTold::kAffine) return inside(result[at]) ? g : 0.0;
-    const double u = (y[at] - mean[k]) * scale[segment * c.channels + k] + offset[k];
-    if (c.derivative == Derivative::kNone) return inside(u) ? g : 0.0;
-    return Rounded(c.dtype, g * DerivativeOf(c.derivative, p.slope, u));
+    if (c.derivative == Derivative::kNone) return inside(u_at(at)) ? g : 0.0;
+    const double product = g * DerivativeOf(c.derivative, p.slope, u_at(at));
+    return c.values ? product : Rounded(c.dtype, product);
   };
   if (c.stores) {
     test.Result(
@@ -150,6 +112,9 @@ inline void RunMaskedSums(const MaskedSumsCase& c, PassTest& test) {
           if (c.arrays >= 1) sum[c.channels] += dz(at) * (y[at] - mean[k]);
           if (c.arrays == 2) {
             sum[2 * c.channels] += dz(at) * (y2[at] - mean2[segment * c.channels + k]);
+          }
+          if (c.values) {
+            sum[2 * c.channels] += gradient[at] * ActivationOf(p.activation, p.slope, u_at(at));
           }
         }
         return expected;
@@ -187,7 +152,7 @@ inline void MaskedSumsCases(PassTest& test) {
                (c.derivative == Derivative::kNone
                     ? kNames[static_cast<int>(c.told)]
                     : "_" + std::string(kDerivativeNames[static_cast<int>(c.derivative)])) +
-               (c.stores ? "_stored" : ""));
+               (c.values ? "_values" : "") + (c.stores ? "_stored" : ""));
     RunMaskedSums(c, test);
   };
   int number = 0, row = 0;
@@ -207,6 +172,12 @@ inline void MaskedSumsCases(PassTest& test) {
         run({TypeOf(type), segments, rows, channels, parts, gradients, 1, MaskTold::kAffine,
              type % 2 == 0, kNoBound, static_cast<Derivative>(i)});
       }
+    }
+    if (ActivationOf(static_cast<Derivative>(i)) == Activation::kNone) continue;
+    for (int type = 0; type < 3; ++type) {
+      const auto& [segments, rows, channels, parts] = kShapes[(i + 3 * type) % 9];
+      run({TypeOf(type), segments, rows, channels, parts, 1, 1, MaskTold::kAffine, false, kNoBound,
+           static_cast<Derivative>(i), true});
     }
   }
 }

@@ -128,6 +128,10 @@ void TestRefusals() {
   reason("masked_sums bf16 r64 c64 g1 y2 affine activation:silu", "got 1 and 2");
   reason("masked_sums bf16 r64 c64 g1 y1 affine activation:softsign", "derivative of 'softsign'");
   reason("masked_sums bf16 r64 c64 g1 y1 result activation:silu", "expected scale and offset");
+  reason("masked_sums bf16 r64 c64 g1 y1 affine activation:elu values", "expected sums alone");
+  reason("masked_sums bf16 r64 c64 g1 y1 affine activation:silu values stores", "sums alone");
+  reason("masked_sums bf16 r64 c64 g2 y1 affine activation:silu values", "got 2 and 1");
+  reason("activated_sums bf16 r64 c64 activation:silu derivative:gelu", "the derivative of 'silu'");
   reason("max_pool bf16 b1 c64 i32x32 f8x8 o25x25 s1x1 p0x0", "at most 49 elements");
   reason("max_pool bf16 b1 c64 i32x32 f16x2 o17x2 s1x20 p0x0 places", "expected places below 255");
   Gpu gpu;

@@ -79,10 +79,11 @@ LaunchOnStream SumsOf(const PassKey& key, const PassPlan& plan, Arrays* arrays) 
   }
   const std::string_view activation = key.Behind("activation:");
   if (!activation.empty()) RequireOk(ParseDerivative(activation, &p.derivative));
+  if (key.Has("values")) p.activation = ActivationOf(p.derivative);
   p.below = 6, p.slope = 0.25f;
   if (key.Has("stores")) p.masked = arrays->Of(count, dtype);
-  p.sums =
-      static_cast<float*>(arrays->Of(p.parts * (1 + key.Number('y', 0)) * numbers, DType::kF32));
+  const int64_t kinds = 1 + key.Number('y', 0) + key.Has("values");
+  p.sums = static_cast<float*>(arrays->Of(p.parts * kinds * numbers, DType::kF32));
   return [=](void* stream) { return LaunchMaskedSums(dtype, p, stream); };
 }
 
@@ -105,7 +106,10 @@ LaunchOnStream ActivatedOf(const PassKey& key, const PassPlan& plan, Arrays* arr
   p.mean = {arrays->Numbers(p.channels), 0}, p.scale = {arrays->Numbers(p.channels), 0};
   p.offset = {arrays->Numbers(p.channels), 0};
   ParseActivation(key.Behind("activation:"), &p.activation);
-  p.sums = static_cast<float*>(arrays->Of(p.segments * p.parts * p.channels, DType::kF32));
+  const std::string_view derivative = key.Behind("derivative:");
+  if (!derivative.empty()) RequireOk(ParseDerivative(derivative, &p.derivative));
+  const int64_t kinds = derivative.empty() ? 1 : 3;
+  p.sums = static_cast<float*>(arrays->Of(p.segments * p.parts * kinds * p.channels, DType::kF32));
   return [=](void* stream) { return LaunchActivatedSums(dtype, p, stream); };
 }
 

@@ -78,29 +78,34 @@ def test_an_array_in_memory_is_read_itself():
 
 
 @pytest.mark.parametrize("function", [squeezed, pooled])
-def test_values_and_gradients(function):
-    """Equal to the unchanged program's up to the roundings of sums."""
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+def test_values_and_gradients(function, dtype):
+    """At most 1.2 times as inexact as those of the unchanged program."""
 
     def loss(f):
         return lambda p, x: (f(p, x).astype(jnp.float32) ** 2).mean()
 
-    for x in (X, X.astype(jnp.float32)):
-        ours = jax.jit(jax.value_and_grad(jaxconv.fuse(loss(function))))(PARAMETERS, x)
-        theirs = jax.jit(jax.value_and_grad(loss(function)))(PARAMETERS, x)
-        for a, e in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
-            a, e = np.asarray(a, np.float64), np.asarray(e, np.float64)
-            error = 2e-2 if x.dtype == jnp.bfloat16 else 1e-3
-            assert np.linalg.norm(a - e) <= error * np.linalg.norm(e)
+    def computed(f, dtype):
+        found = jax.jit(jax.value_and_grad(loss(f)))(PARAMETERS, X.astype(dtype))
+        return [np.asarray(a, np.float64) for a in jax.tree.leaves(found)]
+
+    results = computed(jaxconv.fuse(function), dtype), computed(function, dtype)
+    least = 2e-3 if dtype == jnp.bfloat16 else 1e-4  # of w, which is bfloat16
+    for ours, theirs, exact in zip(*results, computed(function, jnp.float32), strict=True):
+        size = np.linalg.norm(exact)
+        error = np.linalg.norm(theirs - exact)
+        assert np.linalg.norm(ours - exact) <= max(1.2 * error, least * size)
 
 
 def test_a_gradient_has_one_backward_pass():
-    """The layer is normalised once: the mean's gradient joins that of the product with the gate."""
+    """One call sums for the layer and its gate; the mean has its vectors' gradients already."""
 
     def loss(p, x):
         return squeezed(p, x).astype(jnp.float32).sum()
 
     alone = calls(jax.grad(jaxconv.fuse(loss)), PARAMETERS, X)
-    assert alone["jaxconv_normalise"] == 1
+    assert alone["jaxconv_gated"] == 1 and not alone["jaxconv_normalise"]
+    assert alone["jaxconv_masked_sums"] == 1
     inside = calls(jaxconv.fuse(jax.grad(loss)), PARAMETERS, X)
     assert inside["jaxconv_activated_sums"] == alone["jaxconv_activated_sums"] == 1
 

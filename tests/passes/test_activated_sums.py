@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxconv._src.fuse import fuse_derivatives
 from jaxconv._src.fuse.fuse_activations import Written
 from jaxconv._src.passes import activated_sums, normalise
 from jaxconv._src.passes.normalise import Form
@@ -22,14 +23,26 @@ from jaxconv._src.problem import epilogue
 # Fewer rows than a CTA has, several parts, a partial last slice of channels.
 SHAPES = [(3, 5, 7, 8), (700, 72), (4, 32, 32, 16), (5, 3, 3, 264), (2, 7, 7, 2048), (3, 91, 536)]
 
+FUNCTIONS = {
+    "relu": jax.nn.relu,
+    "relu6": jax.nn.relu6,
+    "silu": jax.nn.silu,
+    "hard_swish": jax.nn.hard_swish,
+    "gelu": functools.partial(jax.nn.gelu, approximate=False),
+    "sigmoid": jax.nn.sigmoid,
+    "tanh": jnp.tanh,
+}
+
 
 def form(shape, dtype, activation="silu", vectors=("mean", "scale", "offset")) -> Form:
     operand = jax.core.ShapedArray(shape, np.dtype(dtype))
 
     def function(t: jax.Array) -> jax.Array:
-        return epilogue.activate(t.astype(np.float32), activation).astype(t.dtype)
+        return FUNCTIONS[activation](t.astype(np.float32)).astype(t.dtype)
 
-    return Form((vectors,), False, Written(function, operand, activation), np.dtype(dtype))
+    mask, named, _ = fuse_derivatives.known(function, operand)
+    written = Written(function, operand, activation, mask=mask, named=named)
+    return Form((vectors,), False, written, np.dtype(dtype))
 
 
 def drawn(shape, dtype, vectors=3, rows: int = 0) -> list[jax.Array]:
@@ -42,24 +55,25 @@ def drawn(shape, dtype, vectors=3, rows: int = 0) -> list[jax.Array]:
     return [y, mean, *others][: 1 + vectors]
 
 
-def bound(of: Form, segments: int):
-    """A function of an array and its vectors, with the call of ``normalise`` before the sums."""
-
-    def function(*operands: jax.Array) -> jax.Array:
-        (z,) = normalise.normalise(*operands, form=of)
-        return activated_sums.activated_sums(z, *operands, form=of, segments=segments)
-
-    return function
+def bound(of: Form, segments: int, derivatives: bool = False):
+    return functools.partial(
+        activated_sums.activated_sums, form=of, segments=segments, derivatives=derivatives
+    )
 
 
-def defined(operands, activation: str, segments: int) -> np.ndarray:
+def defined(operands, activation: str, segments: int, derivatives: bool = False) -> np.ndarray:
     """The sums in float64."""
     y, *vectors = (np.asarray(o, np.float64) for o in operands)
     mean, scale, offset = (v[:, None, None] if v.ndim == 2 else v for v in vectors)
     with jax.enable_x64(True):
-        z = np.asarray(epilogue.activate((y - mean) * scale + offset, activation))
-    found = z.reshape(segments, -1, y.shape[-1]).sum(1)
-    return found[:, None] if segments > 1 else found
+        u = (y - mean) * scale + offset
+        z = np.asarray(epilogue.activate(u, activation))
+        slope = np.asarray(epilogue.differential(activation, 0.0, u, np.ones_like(u)))
+        if activation in ("sigmoid", "tanh"):
+            slope = np.asarray(epilogue.differential(activation, 0.0, z, np.ones_like(u)))
+    terms = [z, slope, slope * (y - mean)] if derivatives else [z]
+    found = np.stack([t.reshape(segments, -1, y.shape[-1]).sum(1) for t in terms], 1)
+    return found if segments > 1 else found[0]
 
 
 def assert_close(actual, expected, rows: int, ulp: float) -> None:
@@ -83,26 +97,52 @@ def test_operations_of_jax(dtype, segments):
         assert_close(second, defined(doubled, "silu", segments), rows, 4 * ulp)
 
 
-def test_derivative():
-    """That of a sum of the call's result, in both modes and to second order."""
-    operands = drawn((3, 4, 8), np.float32)
-    of = form((3, 4, 8), np.float32)
-    ours = bound(of, 3)
+@pytest.mark.parametrize("activation", ["relu", "relu6", "silu", "hard_swish", "gelu", "tanh"])
+@pytest.mark.parametrize("segments", [1, 4])
+def test_sums_of_derivatives(segments, activation):
+    operands = drawn((4, 9, 7, 24), np.float32)
+    with jax.default_device(jax.devices("cpu")[0]):
+        found = bound(form((4, 9, 7, 24), np.float32, activation), segments, True)(*operands)
+    assert_close(found, defined(operands, activation, segments, True), 252 // segments, 2e-6)
+
+
+@pytest.mark.parametrize("vectors", [3, 1])
+@pytest.mark.parametrize("segments, rows", [(3, 0), (3, 3), (1, 0)])
+def test_derivative(segments, rows, vectors):
+    """That of a sum of the normalised array, in both modes and to second order."""
+    operands = drawn((3, 4, 8), np.float32, vectors, rows)
+    of = form((3, 4, 8), np.float32, vectors=("mean", "scale", "offset")[:vectors])
+    ours = bound(of, segments)
 
     def plain(*operands):
-        return jnp.sum(normalise.in_jax(*operands, form=of)[0], 1, keepdims=True)
+        (z,) = normalise.in_jax(*operands, form=of)
+        return z.reshape(segments, -1, 8).sum(1).reshape(ours(*operands).shape)
 
     with jax.default_device(jax.devices("cpu")[0]):
         close = functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-5)
         tangents = [jnp.ones_like(o) for o in operands]
         jax.tree.map(close, jax.jvp(ours, operands, tangents), jax.jvp(plain, operands, tangents))
-        ct = jax.random.normal(jax.random.key(0), (3, 1, 8))
+        ct = jax.random.normal(jax.random.key(0), ours(*operands).shape)
         jax.tree.map(close, jax.vjp(ours, *operands)[1](ct), jax.vjp(plain, *operands)[1](ct))
 
         def squares(f):
-            return jax.hessian(lambda y: (f(y, *operands[1:]) ** 2).sum())(operands[0])
+            return jax.hessian(lambda *o: (f(*o) ** 2).sum(), argnums=(0, 1))(*operands)
 
-        close(squares(ours), squares(plain), rtol=1e-3, atol=1e-3)
+        close = functools.partial(close, rtol=1e-3, atol=1e-3)
+        jax.tree.map(close, squares(ours), squares(plain))
+
+
+def test_the_derivative_reads_the_array_once(cuda_calls):
+    """The forward pass's call has the sums for the vectors; only y is kept."""
+    operands = drawn((4, 6, 24), jnp.bfloat16)
+    function = bound(form((4, 6, 24), jnp.bfloat16), 4)
+    _, back = jax.vjp(function, *operands)
+    kept = [a for a in jax.tree.leaves(back) if a.size >= operands[0].size]
+    assert [a.dtype for a in kept] == [jnp.bfloat16]
+    grad = jax.jit(jax.grad(lambda y, *v: function(y, *v).sum(), argnums=(1, 2, 3)))
+    text = grad.trace(*operands).lower(lowering_platforms=("cuda",)).as_text()
+    (call,) = re.findall(r"custom_call @jaxconv_activated_sums.*", text)
+    assert "-> tensor<4x1x3x24xf32>" in call and 'derivative = "silu"' in call
 
 
 @pytest.mark.parametrize(
@@ -122,6 +162,15 @@ def test_what_the_kernel_does_not_take(shape, dtype, segments, changes):
     assert not activated_sums.accepts(of, shape, np.dtype(dtype), segments)
 
 
+def test_a_derivative_that_kernels_do_not_know():
+    """The sums of derivatives of a function whose derivative has no name are JAX operations."""
+    of, known = (form((4, 8), np.float32, name) for name in ("gelu", "silu"))
+    unnamed = Written(known.activation.function, known.activation.operand, "silu")
+    other = dataclasses.replace(of, activation=unnamed)
+    assert activated_sums.key(other, (4, 8), np.dtype(np.float32), 1)
+    assert activated_sums.key(other, (4, 8), np.dtype(np.float32), 1, True) is None
+
+
 def test_lowering_for_a_gpu(cuda_calls):
     for segments, result in ((1, "tensor<1x1x24xf32>"), (4, "tensor<4x1x1x24xf32>")):
         operands = drawn((4, 6, 24), jnp.bfloat16)
@@ -131,22 +180,26 @@ def test_lowering_for_a_gpu(cuda_calls):
         vectors = ", ".join(["tensor<24xf32>"] * 3)
         assert types.startswith(f"(tensor<4x6x24xbf16>, {vectors}) -> {result}")
         assert ("segments" in text) == (segments > 1) and 'activation = "silu"' in text
+        assert "derivative" not in text  # as in earlier versions
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("activation", ["relu", "silu", "hard_swish", "gelu"])
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, np.float32])
 @pytest.mark.parametrize("segments", [False, True])
+@pytest.mark.parametrize("derivatives", [False, True])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_kernel(shape, segments, dtype, activation):
+def test_kernel(shape, derivatives, segments, dtype, activation):
     segments = shape[0] if segments else 1
     operands = drawn(shape, dtype)
-    function = jax.jit(bound(form(shape, dtype, activation), segments))
+    function = jax.jit(bound(form(shape, dtype, activation), segments, derivatives))
     text = function.lower(*operands).compile().as_text()
     assert 'custom_call_target="jaxconv_activated_sums"' in text
     first = np.asarray(function(*operands))
     rows = operands[0].size // (segments * shape[-1])
-    assert_close(first, defined(operands, activation, segments), rows, 1e-5)
+    # The errors of derivatives are multiplied by y - mean.
+    error = 1e-4 if derivatives else 1e-5
+    assert_close(first, defined(operands, activation, segments, derivatives), rows, error)
     np.testing.assert_array_equal(first, np.asarray(function(*operands)))
 
 

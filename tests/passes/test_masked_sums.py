@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from jaxconv._src.passes import derivatives, masked_sums
-from jaxconv._src.passes.derivatives import DERIVATIVES
+from jaxconv._src.passes.derivatives import DERIVATIVES, VALUES
 from jaxconv._src.passes.masked_sums import Sums
 
 FORMS = {
@@ -37,12 +37,16 @@ FORMS = {
     "no mask": Sums(1, 1, "none", False, None, None),
     "no mask, two of each": Sums(2, 2, "none", True, None, None),
     "leaky relu": Sums(2, 1, "affine", True, None, None, "leaky_relu", 0.5),
+    "values": Sums(1, 1, "affine", False, None, None, "leaky_relu", 0.5, values=True),
+    "values of relu6": Sums(1, 1, "affine", False, None, None, "relu6", values=True),
 }
 # Fewer rows than a CTA has, rows that are no multiple of its steps, a partial last slice of
 # channels.
 SHAPES = [(3, 5, 7, 8), (700, 72), (4, 4, 4, 64), (5, 3, 3, 264), (2, 7, 7, 2048), (3, 31, 17, 536)]
 
 JAX_ACTIVATIONS = {
+    "relu": jax.nn.relu,
+    "relu6": jax.nn.relu6,
     "leaky_relu": functools.partial(jax.nn.leaky_relu, negative_slope=0.25),
     "elu": functools.partial(jax.nn.elu, alpha=0.25),
     "hard_sigmoid": jax.nn.hard_sigmoid,
@@ -114,7 +118,8 @@ def defined(operands, form: Sums) -> list[np.ndarray]:
     g = rounded(sum(gradients))
     if form.masked_by == "affine":
         scale, offset = map(along, of_mask)
-        a = rounded(centred[0] * scale + offset)
+        a = centred[0] * scale + offset
+        a = a if form.values else rounded(a)
     elif form.masked_by == "bits":
         a = np.unpackbits(np.asarray(operands[-1]), axis=-1, bitorder="little")[..., : shape[-1]]
     else:
@@ -127,11 +132,14 @@ def defined(operands, form: Sums) -> list[np.ndarray]:
             function = JAX_ACTIVATIONS[form.derivative]
             if form.derivative == "leaky_relu":
                 function = functools.partial(jax.nn.leaky_relu, negative_slope=form.slope)
-            dz = rounded(g * np.asarray(jax.vmap(jax.grad(function))(a.ravel())).reshape(shape))
+            both = jax.vmap(jax.value_and_grad(function))(a.ravel())
+            value, slope = (np.asarray(found).reshape(shape) for found in both)
+        dz = g * slope if form.values else rounded(g * slope)
     else:
         kept = a > (-np.inf if above is None else above)
         dz = np.where(kept & (True if below is None else a < below), g, 0)
-    split = [p.reshape(form.segments, -1, shape[-1]) for p in (dz, *(dz * c for c in centred))]
+    products = dz, *(dz * c for c in centred), *[g * value for _ in range(form.values)]
+    split = [p.reshape(form.segments, -1, shape[-1]) for p in products]
     sums = np.stack([p.sum(1) for p in split], 1)
     sums = sums if form.segments > 1 else sums[0]
     return [dz, sums] if form.stores else [sums]
@@ -180,6 +188,19 @@ def test_derivatives_of_activations(activation, dtype):
     error = 3e-2 if dtype == jnp.bfloat16 else 3e-6
     np.testing.assert_allclose(np.asarray(dz, np.float64), expected_dz, rtol=error, atol=error)
     np.testing.assert_allclose(sums, expected_sums, rtol=error, atol=8 * error)
+
+
+@pytest.mark.parametrize("activation", VALUES)
+def test_values_of_activations(activation):
+    """The sums with derivative and value equal those of jax.nn in float64."""
+    form = Sums(1, 1, "affine", False, None, None, activation, 0.25, 4, values=True)
+    rng = np.random.default_rng(2)
+    g, y = (jnp.asarray(rng.standard_normal((4, 64, 24)) * s, np.float32) for s in (1, 4))
+    vectors = [jnp.asarray(rng.standard_normal((4, 24)), np.float32) for _ in range(3)]
+    with jax.default_device(jax.devices("cpu")[0]):
+        (sums,) = masked_sums.masked_sums(g, y, *vectors, form=form)
+    (expected,) = defined([g, y, *vectors], form)
+    np.testing.assert_allclose(sums, expected, rtol=2e-5, atol=2e-4)
 
 
 def sums_of_unbounded_gradients(activation: str) -> jax.Array:
@@ -234,6 +255,9 @@ def test_derivative(name):
         (Sums(1, 2, "affine", False, 0.0, None, "silu"), (4, 8), jnp.bfloat16),
         (Sums(1, 1, "affine", False, 0.0, None, "softsign"), (4, 8), jnp.bfloat16),
         (Sums(1, 1, "result", False, 0.0, None, "silu"), (4, 8), jnp.bfloat16),
+        (Sums(1, 1, "affine", True, None, None, "silu", values=True), (4, 8), jnp.bfloat16),
+        (Sums(1, 1, "affine", False, None, None, "elu", values=True), (4, 8), jnp.bfloat16),
+        (Sums(2, 1, "affine", False, None, None, "silu", values=True), (4, 8), jnp.bfloat16),
         (Sums(1, 1, "none", False, None, None, segments=3), (4, 8), jnp.bfloat16),
     ],
 )
@@ -262,6 +286,7 @@ def test_a_call_says_no_more_than_earlier_versions_read(cuda_calls):
         (FORMS["affine"], ["above", "below"]),
         (Sums(1, 1, "affine", False, 0.0, None, "silu"), ["above", "activation", "below", "slope"]),
         (dataclasses.replace(FORMS["affine"], segments=4), ["above", "below", "segments"]),
+        (FORMS["values"], ["above", "activation", "below", "slope", "values"]),
     ):
         operands = drawn(form, (4, 6, 24), jnp.bfloat16)
         bind = jax.jit(functools.partial(masked_sums.masked_sums, form=form))

@@ -26,8 +26,11 @@ def forms_of_sums():
     for gradients, arrays, by in itertools.product((1, 2, 3), (0, 1, 2, 3), told):
         yield Sums(gradients, arrays, by, False, 0.0, None)
         yield Sums(gradients, arrays, by, True, 0.0, None, "silu", segments=2)
+        yield Sums(gradients, arrays, by, False, None, None, "silu", segments=2, values=True)
     yield Sums(1, 1, "affine", True, 0.0, None, "softsign")
     yield Sums(2, 2, "affine", True, 0.0, None, "relu6")
+    for activation, stores in (("relu6", False), ("relu", True), ("elu", False)):
+        yield Sums(1, 1, "affine", stores, None, None, activation, values=True)
 
 
 def asked():

@@ -73,11 +73,14 @@ def of_moments(segments: int) -> Case:
     return Case(functools.partial(moments.moments, segments=segments), "y", segments)
 
 
-def of_activated(segments: int, operands: str) -> Case:
+def of_activated(segments: int, operands: str, derivatives: bool = False) -> Case:
     vectors = ("mean", "scale", "offset")
-    silu = Written(jax.nn.silu, jax.core.ShapedArray(SHAPE, jnp.bfloat16), "silu")
+    operand = jax.core.ShapedArray(SHAPE, jnp.bfloat16)
+    silu = Written(jax.nn.silu, operand, "silu", named=("silu", 0.0))
     form = Form((vectors,), False, silu, np.dtype(jnp.bfloat16))
-    function = functools.partial(activated_sums.activated_sums, form=form, segments=segments)
+    function = functools.partial(
+        activated_sums.activated_sums, form=form, segments=segments, derivatives=derivatives
+    )
     return Case(function, operands, segments)
 
 
@@ -101,11 +104,14 @@ CASES = {
     "sums by silu": of_sums(Sums(1, 1, "affine", False, None, None, "silu"), "yyccc"),
     "sums of examples": of_sums(Sums(1, 1, "affine", True, 0.0, None, None, 0.0, 8), "yynnn"),
     "sums of pairs": of_sums(Sums(1, 1, "none", False, None, None, segments=4), "yyh"),
+    "sums of a gate": of_sums(
+        Sums(1, 1, "affine", False, None, None, "silu", segments=8, values=True), "yyccc"
+    ),
     "moments": of_moments(1),
     "moments of examples": of_moments(8),
     "moments of pairs": of_moments(4),
-    "sums of silu": of_activated(1, "yyccc"),
-    "sums of silu, of examples": of_activated(8, "yynnn"),
+    "sums of silu": of_activated(1, "yccc"),
+    "sums of silu, of examples": of_activated(8, "ynnn", derivatives=True),
     "block's end": Case(
         functools.partial(normalise_add.normalise_add, form=BlockEnd(1, None)), "yyccc"
     ),

@@ -6,6 +6,7 @@
 #include "cuda/common/launch.cuh"
 #include "cuda/normalisation/activated_sums.h"
 #include "cuda/normalisation/channel_vectors.cuh"
+#include "cuda/normalisation/derivative.cuh"
 #include "cuda/normalisation/plan.h"
 
 namespace jaxconv {
@@ -13,25 +14,51 @@ namespace {
 
 constexpr int kVector = kChannelsOfThread;
 
-template <typename T, int kUnrollArg>
+template <typename T, int kUnrollArg, bool kDerivativesArg>
 struct ActivatedForm {
   using Element = T;
   static constexpr int kUnroll = kUnrollArg;
+  static constexpr bool kDerivatives = kDerivativesArg;
 };
+
+// Adds a row to the three sums. Half of the channels at a time, because of the registers.
+template <typename T, int kSums>
+__device__ __forceinline__ void AddWithDerivatives(const ActivatedSums& p,
+                                                   const float (&centred)[kVector],
+                                                   const float (&scale)[kVector],
+                                                   const float (&offset)[kVector],
+                                                   float (&sums)[kSums][kVector]) {
+  constexpr int kHalf = kVector / 2;
+#pragma unroll
+  for (int first = 0; first < kVector; first += kHalf) {
+    float slopes[kHalf], activated[kHalf];
+#pragma unroll
+    for (int i = 0; i < kHalf; ++i) {
+      slopes[i] = centred[first + i] * scale[first + i] + offset[first + i];
+    }
+    ActivateAndDifferentiate<T>(p.activation, p.derivative, p.slope, slopes, activated);
+#pragma unroll
+    for (int i = 0; i < kHalf; ++i) {
+      sums[0][first + i] += activated[i];
+      sums[1][first + i] += slopes[i];
+      sums[2][first + i] += slopes[i] * centred[first + i];
+    }
+  }
+}
 
 // The grid and the threads are those of masked_sums.cu.
 template <class Tag>
 __global__ void __launch_bounds__(kPassThreads, 2)
     SumActivated(const ActivatedSums p, int slices, int lanes, int steps) {
   using T = typename Tag::Element;
-  constexpr int kUnroll = Tag::kUnroll;
-  __shared__ ChannelSums<1> of_threads;
+  constexpr int kUnroll = Tag::kUnroll, kSums = Tag::kDerivatives ? 3 : 1;
+  __shared__ ChannelSums<kSums> of_threads;
   const int segment = static_cast<int>(blockIdx.x) / slices;
   const int slice = static_cast<int>(blockIdx.x) % slices;
   const int lane = static_cast<int>(threadIdx.x) % lanes;
   const int step = static_cast<int>(threadIdx.x) / lanes;
   const int64_t channel = (int64_t{slice} * lanes + lane) * kVector;
-  float sums[1][kVector] = {};
+  float sums[kSums][kVector] = {};
   if (step < steps && channel < p.channels) {
     float mean[kVector], scale[kVector], offset[kVector];
     LoadOfSegment(p.mean, segment, channel, 0, mean);
@@ -59,12 +86,16 @@ __global__ void __launch_bounds__(kPassThreads, 2)
           float values[kVector];
           y[u].Unpack(values);
 #pragma unroll
-          for (int i = 0; i < kVector; ++i) {
-            values[i] = (values[i] - mean[i]) * scale[i] + offset[i];
-          }
-          Activate<T>(p.activation, p.slope, values);
+          for (int i = 0; i < kVector; ++i) values[i] -= mean[i];
+          if constexpr (Tag::kDerivatives) {
+            AddWithDerivatives<T>(p, values, scale, offset, sums);
+          } else {
 #pragma unroll
-          for (int i = 0; i < kVector; ++i) sums[0][i] += values[i];
+            for (int i = 0; i < kVector; ++i) values[i] = values[i] * scale[i] + offset[i];
+            Activate<T>(p.activation, p.slope, values);
+#pragma unroll
+            for (int i = 0; i < kVector; ++i) sums[0][i] += values[i];
+          }
         }
         y[u] = next[u];
       }
@@ -74,8 +105,11 @@ __global__ void __launch_bounds__(kPassThreads, 2)
   const int columns = lanes * kVector;
   const int64_t out_channel = int64_t{slice} * columns + threadIdx.x;
   if (static_cast<int>(threadIdx.x) >= columns || out_channel >= p.channels) return;
-  p.sums[(segment * p.parts + blockIdx.y) * p.channels + out_channel] =
-      of_threads.Total(0, lanes, steps);
+  const int64_t part = segment * p.parts + blockIdx.y;
+#pragma unroll
+  for (int s = 0; s < kSums; ++s) {
+    p.sums[(part * kSums + s) * p.channels + out_channel] = of_threads.Total(s, lanes, steps);
+  }
 }
 
 template <class Tag>
@@ -103,8 +137,12 @@ constexpr PassLaunch<ActivatedSums> kLaunches[] = {
 Status LaunchActivatedSums(DType dtype, const ActivatedSums& p, void* stream) {
   JAXCONV_RETURN_IF_ERROR(CheckCut(p.segments, p.rows, p.channels, p.parts));
   JAXCONV_RETURN_IF_ERROR(CheckAligned({p.y, p.mean.numbers, p.scale.numbers, p.offset.numbers}));
-  const int rows = normalisation::RowsOfThread("activated_sums", dtype);
-  return LaunchOfForm(kLaunches, dtype, {rows}, p, stream);
+  const bool derivatives = p.derivative != Derivative::kNone;
+  if (derivatives && ActivationOf(p.derivative) != p.activation) {
+    return Status::Unimplemented("activated sums: expected the activation's derivative");
+  }
+  const int rows = normalisation::RowsOfThread("activated_sums", dtype, derivatives);
+  return LaunchOfForm(kLaunches, dtype, {rows, derivatives}, p, stream);
 }
 
 }  // namespace jaxconv

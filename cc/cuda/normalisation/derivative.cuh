@@ -91,6 +91,11 @@ __device__ __forceinline__ float MishDerivative(float u) {
   return fmaf(r, fmaf(4 * c * r, e * (1 + e), n), 0 * u);
 }
 
+// Whether programs select by this derivative: where it is 0, so is a gradient of NaN or infinity.
+__device__ __forceinline__ bool Selects(Derivative derivative) {
+  return derivative == Derivative::kHardSigmoid || derivative >= Derivative::kRelu;
+}
+
 // 1 between the bounds, 1/2 at each, otherwise 0.
 __device__ __forceinline__ float BetweenHalved(float v, float low, float high) {
   return v > low && v < high ? 1.0f : v == low || v == high ? 0.5f : 0.0f;
@@ -163,7 +168,34 @@ __device__ __forceinline__ void Differentiate(Derivative derivative, float slope
         return fmaf(fabsf(v) <= 3 ? v * (1 / 6.0f) : 0, BetweenHalved(v, -3, 3), factor);
       });
       break;
+    case Derivative::kRelu:
+      each([](float v) { return v > 0 ? 1.0f : 0.0f; });
+      break;
+    case Derivative::kRelu6:
+      each([](float v) { return v > 0 && v < 6 ? 1.0f : 0.0f; });
+      break;
   }
+}
+
+// The same, and the activation of each value; silu shares the sigmoid, the slowest part of both.
+template <typename T, int kCount>
+__device__ __forceinline__ void ActivateAndDifferentiate(Activation activation,
+                                                         Derivative derivative, float slope,
+                                                         float (&u)[kCount],
+                                                         float (&activated)[kCount]) {
+  if (derivative == Derivative::kSilu) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      const float s = DerivativesOf<T>::Sigmoid(u[i]);
+      activated[i] = u[i] * s;
+      u[i] = s * fmaf(u[i], 1 - s, 1);
+    }
+    return;
+  }
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) activated[i] = u[i];
+  Activate<T>(activation, slope, activated);
+  Differentiate<T>(derivative, slope, u);
 }
 
 }  // namespace jaxconv

@@ -22,6 +22,36 @@ struct SumForm {
   static constexpr int kGradients = kGradientsArg, kArrays = kArraysArg;
 };
 
+// Adds a row of MaskBy::kActivation to its three sums. Half of the channels at a time, because of
+// the registers.
+template <typename T, int kSums>
+__device__ __forceinline__ void AddActivated(const MaskedSums& p, const float (&gradient)[kVector],
+                                             const float (&centred)[kVector],
+                                             const float (&scale)[kVector],
+                                             const float (&offset)[kVector],
+                                             float (&sums)[kSums][kVector]) {
+  constexpr int kHalf = kVector / 2;
+#pragma unroll
+  for (int first = 0; first < kVector; first += kHalf) {
+    float slopes[kHalf], activated[kHalf];
+#pragma unroll
+    for (int i = 0; i < kHalf; ++i) {
+      const int c = first + i;
+      slopes[i] = centred[c] * scale[c] + offset[c];
+    }
+    ActivateAndDifferentiate<T>(p.activation, p.derivative, p.slope, slopes, activated);
+    const bool selects = Selects(p.derivative);
+#pragma unroll
+    for (int i = 0; i < kHalf; ++i) {
+      const int c = first + i;
+      const float dz = selects && slopes[i] == 0 ? 0 : gradient[c] * slopes[i];
+      sums[0][c] += dz;
+      sums[1][c] += dz * centred[c];
+      sums[2][c] += gradient[c] * activated[i];
+    }
+  }
+}
+
 // blockIdx.x: a segment and a slice of up to kMaxLanes vectors of channels; blockIdx.y: the part of
 // the rows. The threads of a CTA cover `steps` rows of `lanes` vectors. All CTAs of a segment
 // process adjacent rows and advance from the end of the arrays to the start: the previous kernel
@@ -32,12 +62,14 @@ __global__ void __launch_bounds__(kPassThreads, 2)
   using T = typename Tag::Element;
   constexpr MaskBy::Kind kMaskBy = Tag::kMaskBy;
   constexpr int kGradients = Tag::kGradients, kArrays = Tag::kArrays;
-  constexpr bool kOperand = kMaskBy == MaskBy::kAffine || kMaskBy == MaskBy::kDerivative;
-  constexpr int kSums = 1 + kArrays;
+  constexpr bool kActivated = kMaskBy == MaskBy::kActivation;
+  constexpr bool kDerivative = kMaskBy == MaskBy::kDerivative || kActivated;
+  constexpr bool kOperand = kMaskBy == MaskBy::kAffine || kDerivative;
+  constexpr int kSums = 1 + kArrays + kActivated;
   constexpr int kLoads = kGradients + kArrays + (kMaskBy == MaskBy::kResult);
   // An activation's derivative takes about as long as DRAM, so the loads of the next rows overlap
   // it. Scale and offset take as many registers as the loads of one row.
-  constexpr bool kAhead = kMaskBy == MaskBy::kDerivative;
+  constexpr bool kAhead = kDerivative;
   constexpr int kUnroll =
       kRowsInFlight<(1 + kAhead) * kLoads * kVector * sizeof(T) + (kOperand ? 16 : 0)>;
   constexpr int kRoom = kArrays > 0 ? kArrays : 1;  // C++ arrays have at least one element
@@ -117,6 +149,10 @@ __global__ void __launch_bounds__(kPassThreads, 2)
           for (int i = 0; i < kVector; ++i) centred[a][i] -= means[a][i];
         }
         if constexpr (kMaskBy == MaskBy::kResult) now.results[u].Unpack(of_mask);
+        if constexpr (kActivated) {
+          AddActivated<T>(p, masked, centred[0], scale, offset, sums);
+          continue;
+        }
         if constexpr (kOperand) {
 #pragma unroll
           for (int i = 0; i < kVector; ++i) of_mask[i] = centred[0][i] * scale[i] + offset[i];
@@ -124,8 +160,7 @@ __global__ void __launch_bounds__(kPassThreads, 2)
         }
         if constexpr (kMaskBy == MaskBy::kDerivative) {
           Differentiate<T>(p.derivative, p.slope, of_mask);
-          if (p.derivative == Derivative::kHardSigmoid) {
-            // Programs select: where the derivative is 0, so is a gradient of NaN or infinity.
+          if (Selects(p.derivative)) {
 #pragma unroll
             for (int i = 0; i < kVector; ++i) masked[i] = of_mask[i] == 0 ? 0 : masked[i];
           }
@@ -190,10 +225,15 @@ Status LaunchMaskedSums(DType dtype, const MaskedSums& p, void* stream) {
   if (p.derivative != Derivative::kNone && p.scale.numbers == nullptr) {
     return Status::Unimplemented("masked sums: expected scale and offset for a derivative");
   }
+  const bool activated = p.activation != Activation::kNone;
+  if (activated && (ActivationOf(p.derivative) != p.activation || p.masked != nullptr)) {
+    return Status::Unimplemented("masked sums: expected the activation's derivative and no dz");
+  }
   const MaskBy::Kind told = p.bits != nullptr                   ? MaskBy::kBits
                             : p.result != nullptr               ? MaskBy::kResult
                             : p.scale.numbers == nullptr        ? MaskBy::kNone
                             : p.derivative == Derivative::kNone ? MaskBy::kAffine
+                            : activated                         ? MaskBy::kActivation
                                                                 : MaskBy::kDerivative;
   const int gradients = p.gradient2 != nullptr ? 2 : 1;
   const int arrays = (p.arrays[0] != nullptr) + (p.arrays[1] != nullptr);

@@ -7,7 +7,8 @@
 //     sums[0]  = sum of dz,    sums[1 + i] = sum of dz * (y_i - mean_i)
 //
 // where a is the activation's stored result, or u = (y_0 - mean_0) * scale + offset rounded to dz's
-// type. The bits are those of normalise_add.h, (rows, channels / 8) bytes. Arrays are (segments,
+// type. With `activation`, the last sum is of g * activation(u), and neither u nor dz is rounded:
+// the gradient of a gate that multiplies the activation. The bits are those of normalise_add.h, (rows, channels / 8) bytes. Arrays are (segments,
 // rows, channels), contiguous, of one type. Vectors have `channels` float32 numbers; all segments
 // share a vector, or each has its own. Each of a segment's `parts` CTAs adds its share of the rows
 // in a fixed order, so the bits of the sums depend only on the shape and on `parts`.
@@ -17,6 +18,7 @@
 #include <cstdint>
 
 #include "core/conv_problem.h"
+#include "core/epilogue.h"
 #include "core/status.h"
 #include "cuda/normalisation/derivative.h"
 #include "cuda/normalisation/plan.h"
@@ -36,9 +38,10 @@ struct MaskedSums {
   ChannelNumbers scale, offset;            // if u is computed
   Derivative derivative;                   // of u
   float slope;
-  float above, below;  // NaN: no bound
-  void* masked;        // dz, or null
-  float* sums;         // (segments, parts, 1 + arrays, channels)
+  Activation activation;  // with the derivative `derivative`; kNone: no sum of it
+  float above, below;     // NaN: no bound
+  void* masked;           // dz, or null
+  float* sums;            // (segments, parts, 1 + arrays, or 3 with `activation`, channels)
 };
 
 // Unimplemented: a type, form or number of channels that the kernels do not accept; operands whose

@@ -75,17 +75,31 @@ Status FormOfSums(const PassKey& key, Form* found) {
     }
     told = MaskBy::kDerivative;
   }
+  if (key.Has("values")) {
+    if (ActivationOf(derivative) == Activation::kNone || key.Has("stores")) {
+      return Status::Unimplemented("expected sums alone, and an activation with its derivative");
+    }
+    told = MaskBy::kActivation;
+  }
   found->form = {told, static_cast<int>(gradients), static_cast<int>(arrays)};
   found->arrays = gradients + arrays + (told == MaskBy::kResult) + key.Has("stores");
   found->bits = told == MaskBy::kBits;
   return {};
 }
 
-// Unimplemented if the kernels have no activation of this name.
-Status CheckActivation(std::string_view name) {
+// Unimplemented if the kernels have no activation of this name, or not with this derivative, which
+// may be empty.
+Status CheckActivation(std::string_view name, std::string_view of_derivative) {
   Activation activation;
-  if (ParseActivation(name, &activation) && activation != Activation::kNone) return {};
-  return Status::Unimplemented("no kernel has the activation '" + std::string(name) + "'");
+  if (!ParseActivation(name, &activation) || activation == Activation::kNone) {
+    return Status::Unimplemented("no kernel has the activation '" + std::string(name) + "'");
+  }
+  if (of_derivative.empty()) return {};
+  Derivative derivative;
+  JAXCONV_RETURN_IF_ERROR(ParseDerivative(of_derivative, &derivative));
+  if (ActivationOf(derivative) == activation) return {};
+  return Status::Unimplemented("expected the derivative of '" + std::string(name) + "', got '" +
+                               std::string(of_derivative) + "'");
 }
 
 }  // namespace
@@ -100,9 +114,10 @@ const std::vector<PassKernel>& Kernels() {
   return kernels;
 }
 
-int RowsOfThread(std::string_view pass, DType dtype) {
+int RowsOfThread(std::string_view pass, DType dtype, bool derivatives) {
   for (const PassKernel& kernel : Kernels()) {
-    if (kernel.pass == pass && kernel.dtype == dtype) return kernel.form[0];
+    const bool same = kernel.pass == pass && kernel.dtype == dtype;
+    if (same && kernel.form[1] == static_cast<int>(derivatives)) return kernel.form[0];
   }
   return 0;
 }
@@ -117,10 +132,12 @@ Status PlanOf(const PassKey& key, const Gpu& gpu, PassPlan* plan) {
   } else if (adds) {
     form = {{static_cast<int>(key.Number('y', 1)), key.Has("bounded")}, 3, true};
   } else {
+    const std::string_view derivative = key.Behind("derivative:");
     if (key.pass() == "activated_sums") {
-      JAXCONV_RETURN_IF_ERROR(CheckActivation(key.Behind("activation:")));
+      JAXCONV_RETURN_IF_ERROR(CheckActivation(key.Behind("activation:"), derivative));
     }
-    form = {{RowsOfThread(key.pass(), key.dtype())}, 1, false};
+    const bool derivatives = !derivative.empty();
+    form = {{RowsOfThread(key.pass(), key.dtype(), derivatives), derivatives}, 1, false};
   }
   JAXCONV_RETURN_IF_ERROR(CheckCut(segments, rows, channels, 1));
   const PassKernel* const kernel = FindForm(Kernels(), key.pass(), key.dtype(), form.form);

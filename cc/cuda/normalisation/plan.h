@@ -14,9 +14,10 @@
 namespace jaxconv {
 
 // The source of a sum's mask: the activation's result, its computed operand, or bits. kDerivative
-// computes the operand and multiplies by the activation's derivative; kNone has no mask.
+// computes the operand and multiplies by the activation's derivative; kActivation also adds the
+// products with the activation; kNone has no mask.
 struct MaskBy {
-  enum Kind : int { kResult, kAffine, kBits, kDerivative, kNone };
+  enum Kind : int { kResult, kAffine, kBits, kDerivative, kActivation, kNone };
 };
 
 inline constexpr int kPassThreads = 256;     // of a CTA
@@ -56,13 +57,14 @@ namespace normalisation {
 
 const std::vector<PassKernel>& Kernels();
 
-// Rows that a thread of `moments` or `activated_sums` loads at a time; 0 for a type that it does
-// not accept.
-int RowsOfThread(std::string_view pass, DType dtype);
+// Rows that a thread of `moments` or `activated_sums` loads at a time, the latter perhaps with
+// sums of derivatives; 0 for a type that it does not accept.
+int RowsOfThread(std::string_view pass, DType dtype, bool derivatives = false);
 
 // Plans masked_sums, activated_sums, moments and normalise_add. Words of the key: "s", segments;
 // "r", rows of a segment; "c", channels; "g" and "y", the numbers of gradients and arrays;
-// "result", "affine" or "bits", the source of the mask; "activation:" and a name; "stores";
+// "result", "affine" or "bits", the source of the mask; "activation:" and a name; "values", the sum
+// with the activation's value; "derivative:" and the name of the activation's derivative; "stores";
 // "bounded".
 Status PlanOf(const PassKey& key, const Gpu& gpu, PassPlan* plan);
 

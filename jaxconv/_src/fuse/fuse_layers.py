@@ -45,7 +45,7 @@ from jaxconv._src.fuse.fuse_graph import (
     traced,
     type_of,
 )
-from jaxconv._src.passes import max_pooling, moments, normalise
+from jaxconv._src.passes import gated, max_pooling, moments, normalise
 from jaxconv._src.passes.normalise import Form
 from jaxconv._src.sharding import explicit_mesh
 
@@ -67,6 +67,9 @@ MOVING = (*IDENTITIES, "reshape", "transpose", "squeeze")
 # Readers that XLA fuses with the computation of their operand, so that it is not stored for them.
 _FUSING = ELEMENTWISE | REDUCTIONS | {*fuse_activations.CALLS, "reduce_and", "reduce_or"}
 _FUSING |= {"broadcast_in_dim", "reshape", "squeeze", "transpose"}
+
+# Beside these, what XLA fuses into the operations that read its result.
+_FUSED_RESULTS = {normalise.TARGET, gated.TARGET, "broadcast_in_dim", *fuse_activations.CALLS}
 
 # The most equations of an activation.
 _LONGEST = 40
@@ -478,13 +481,13 @@ def with_readers(eqns: Sequence[JaxprEqn], outvars: Sequence[Any]) -> list[Jaxpr
             continue
         if len(eqn.outvars) > 1:
             continue  # a call in a derivative, whose copies are set already
-        readers = _readers(graph, eqn.outvars[0])
+        readers = readers_of(graph, eqn.outvars[0])
         form = eqn.params["form"]
         arrays: list[Any] = []
         if isinstance(form, Form):  # a kernel that writes a mask's bits reads the shortcut too
             arrays = eqn.invars[: form.arrays if form.block_end is None else form.summands]
         stored = all(in_memory(graph, a) for a in arrays)
-        stored = stored and bool(readers) and all(_writes_gradient(graph, r) for r in readers)
+        stored = stored and bool(readers) and all(writes_gradient(graph, r) for r in readers)
         form = dataclasses.replace(form, stored=stored)
         if isinstance(form, Form) and form.activation is not None and form.summands == 1:
             form = dataclasses.replace(form, twice=fuse_convolution.for_cuda() and not stored)
@@ -502,7 +505,7 @@ def with_readers(eqns: Sequence[JaxprEqn], outvars: Sequence[Any]) -> list[Jaxpr
     return result
 
 
-def _readers(graph: Graph, array: Var) -> list[tuple[int, Var]]:
+def readers_of(graph: Graph, array: Var) -> list[tuple[int, Var]]:
     """Equations that read an array, and the variable by which they read it, perhaps reshaped.
 
     Empty if the program returns the array, or a reshaped one.
@@ -513,7 +516,7 @@ def _readers(graph: Graph, array: Var) -> list[tuple[int, Var]]:
     for use in graph.uses(array):
         eqn = graph.eqns[use]
         if eqn.primitive.name in MOVING:
-            inner = _readers(graph, eqn.outvars[0])
+            inner = readers_of(graph, eqn.outvars[0])
             if not inner:
                 return []
             found += inner
@@ -522,7 +525,7 @@ def _readers(graph: Graph, array: Var) -> list[tuple[int, Var]]:
     return found
 
 
-def _writes_gradient(graph: Graph, reader: tuple[int, Var]) -> bool:
+def writes_gradient(graph: Graph, reader: tuple[int, Var]) -> bool:
     """Whether the gradient that a reader returns is written to memory."""
     position, array = reader
     eqn = graph.eqns[position]
@@ -543,7 +546,7 @@ def in_memory(graph: Graph, array: Any) -> bool:
     if made is None:
         return True
     name = made.primitive.name
-    if name not in ELEMENTWISE | {normalise.TARGET, "broadcast_in_dim", *fuse_activations.CALLS}:
+    if name not in ELEMENTWISE | _FUSED_RESULTS:
         return True
     return isinstance(array, Var) and (
         _read_from_memory(graph, array) or _convolution_with_bias(graph, array) is not None

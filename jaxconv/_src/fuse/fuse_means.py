@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import JaxprEqn, Var
 
-from jaxconv._src.fuse import fuse_layers, fuse_statistics
+from jaxconv._src.fuse import fuse_convolution, fuse_layers, fuse_statistics
 from jaxconv._src.fuse.fuse_graph import Graph, is_float, type_of
 from jaxconv._src.passes import activated_sums, masked_sums, normalise
 from jaxconv._src.passes.masked_sums import Sums
@@ -54,11 +54,12 @@ def _sums(graph: Graph, array: Var, axis: int) -> tuple[list[Any], Callable[...,
     if made is not None and made.primitive is normalise.normalise_p:
         form, of_z = made.params["form"], type_of(z)
         taken = of_z.shape[0] == segments and of_z.shape[-1] == aval.shape[axis]
+        taken = taken and fuse_convolution.for_cuda()
         taken = taken and activated_sums.accepts(form, of_z.shape, of_z.dtype, segments)
         if not taken or fuse_layers.in_memory(graph, z):
             return None
         call = functools.partial(activated_sums.activated_sums, form=form, segments=segments)
-        return [z, *made.invars], call
+        return list(made.invars), call
     form = Sums(1, 0, "none", stores=False, above=None, below=None, segments=segments)
     last = (*aval.shape[:axis], *aval.shape[axis + 1 :], aval.shape[axis])
     if z is not array or not fuse_layers.in_memory(graph, array):

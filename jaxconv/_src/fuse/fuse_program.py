@@ -26,6 +26,7 @@ from jaxconv._src.fuse import (
     fuse_chain,
     fuse_convolution,
     fuse_dense,
+    fuse_gates,
     fuse_layers,
     fuse_means,
     fuse_parameters,
@@ -42,7 +43,7 @@ from jaxconv._src.fuse.fuse_statistics import Moment
 from jaxconv._src.lax import fold_padding
 from jaxconv._src.lax.inlining import JITTED, inlined
 from jaxconv._src.library import native
-from jaxconv._src.passes import masked_sums, normalise
+from jaxconv._src.passes import gated, masked_sums, normalise
 from jaxconv._src.problem import epilogue
 
 # A jitted function without a convolution, such as jax.nn.silu, is inlined up to this many
@@ -53,7 +54,7 @@ _INLINED = 64
 _WHOLE_RESULT = "what follows takes the statistics of the whole result"
 
 # Names that mark the program of a derivative, or of layers that are calls.
-_BACKWARD = {"jaxconv_wgrad", masked_sums.TARGET, normalise.TARGET}
+_BACKWARD = {"jaxconv_wgrad", masked_sums.TARGET, normalise.TARGET, gated.TARGET}
 
 # Operations whose jaxprs XLA does not compile.
 _OPAQUE = ("pallas_call", "core_map", "run_state")
@@ -140,6 +141,7 @@ def _with_layers(eqns: Sequence[JaxprEqn], outvars: list[Any]) -> list[JaxprEqn]
     eqns = live(fuse_layers.rewritten(eqns, outvars), outvars)
     eqns = live(fuse_pooling.rewritten(eqns, outvars, fuse_layers.in_memory), outvars)
     eqns = live(fuse_means.rewritten(eqns, outvars), outvars)
+    eqns = live(fuse_gates.rewritten(eqns, outvars), outvars)
     eqns = fuse_layers.with_readers(eqns, outvars)
     return live(fuse_dense.rewritten(eqns, outvars), outvars)
 

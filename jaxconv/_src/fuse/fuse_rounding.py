@@ -1,8 +1,9 @@
 """Rounds the gradient of a normalised 16-bit array once.
 
-Both the moments of an array and the layers that normalise it give it a gradient. JAX adds gradients
-in the array's dtype: with 16 bits it rounds both, and their sum. Most programs convert the array to
-float32 before they compute its moments and normalise it, so that JAX adds in float32.
+The moments of an array, the layers that normalise it, and the means of their results give it
+gradients. JAX adds gradients in the array's dtype: with 16 bits it rounds each, and their sum. Most
+programs convert the array to float32 before they compute its moments and normalise it, so that JAX
+adds in float32.
 
 Here each such call gets the array twice: as its value, without a derivative, and converted to
 float32, for the derivative alone. If a convolution's call returns the array and its moments, it
@@ -27,7 +28,7 @@ from jaxconv._src import compat
 from jaxconv._src.conv import fused
 from jaxconv._src.fuse import fuse_layers
 from jaxconv._src.fuse.fuse_graph import Graph, is_float, traced, type_of
-from jaxconv._src.passes import moments, normalise
+from jaxconv._src.passes import activated_sums, gated, moments, normalise
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,9 +88,9 @@ def _has_statistics(graph: Graph, array: Var) -> bool:
 
 
 def _operands(graph: Graph, position: int) -> list[_Operand]:
-    """The 16-bit arrays whose moments an equation computes, or which it normalises."""
+    """The 16-bit arrays whose moments or sums an equation computes, or which it normalises."""
     eqn = graph.eqns[position]
-    if eqn.primitive is moments.moments_p:
+    if eqn.primitive in (moments.moments_p, activated_sums.activated_sums_p, gated.gated_p):
         count = 1
     elif eqn.primitive is normalise.normalise_p:
         count = eqn.params["form"].arrays

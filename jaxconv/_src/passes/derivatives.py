@@ -72,9 +72,18 @@ DERIVATIVES: dict[str, Callable[[jax.Array, float], jax.Array]] = {
 }
 
 
+# Derivatives that are masks, which ``masked_sums`` also takes as bounds.
+_MASKS = {name: _from_operand(name) for name in ("relu", "relu6")}
+
 # Derivatives that the program takes by a select: where they are 0, a gradient of NaN or infinity
 # becomes 0.
-_SELECTS = ("hard_sigmoid",)
+_SELECTS = ("hard_sigmoid", *_MASKS)
+
+# The activation of an epilogue with this derivative, for the derivatives that kernels compute
+# together with the activation's value (cc/cuda/normalisation/derivative.h).
+VALUES = {name: name for name in (*_MASKS, "leaky_relu", "hard_swish", "sigmoid", "silu", "tanh")}
+VALUES |= {"gelu": "gelu", "gelu_tanh": "gelu_tanh"}
+VALUES |= {"maximum": "relu", "clip6": "relu6", "leaky_maximum": "leaky_relu"}
 
 
 def times_derivative(activation: str, slope: float, u: jax.Array, dt: jax.Array) -> jax.Array:
@@ -86,4 +95,9 @@ def times_derivative(activation: str, slope: float, u: jax.Array, dt: jax.Array)
 
 def derivative(activation: str, slope: float, u: jax.Array) -> jax.Array:
     """An activation's derivative at u, float32; ``slope`` is that of leaky_relu and elu."""
-    return DERIVATIVES[activation](u.astype(np.float32), slope)
+    return (DERIVATIVES | _MASKS)[activation](u.astype(np.float32), slope)
+
+
+def value(activation: str, slope: float, u: jax.Array) -> jax.Array:
+    """The activation of ``VALUES`` with this derivative at u, float32."""
+    return activate(u.astype(np.float32), VALUES[activation], slope)

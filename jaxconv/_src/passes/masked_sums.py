@@ -11,6 +11,9 @@ where a is the activation's result, or u = (y_0 - mean_0) * scale + offset round
 type. The mask may also be given as bits. The sums are over all positions, or over the positions of
 each segment of the leading axis.
 
+For a layer whose result is multiplied by a gate (``gated``), a last row is the sum of the gradient
+times activation(u). Then neither u nor dz is rounded.
+
 On NVIDIA GPUs one kernel reads every array once, on each device its part. Elsewhere and under vmap,
 JAX operations compute the same.
 """
@@ -35,7 +38,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxconv._src import compat
 from jaxconv._src.call import rules
 from jaxconv._src.library import custom_call, native
-from jaxconv._src.passes.derivatives import DERIVATIVES, times_derivative
+from jaxconv._src.passes import derivatives
+from jaxconv._src.passes.derivatives import DERIVATIVES, VALUES, times_derivative
 from jaxconv._src.problem.spec import DTYPE_NAMES
 from jaxconv._src.sharding import explicit_mesh
 from jaxconv._src.sharding.partition import Tensors
@@ -72,6 +76,8 @@ class Sums:
             "relu6" or a name in ``DERIVATIVES``; None: a mask with the bounds above and below.
         slope: the slope of leaky_relu and elu.
         segments: the number of equal segments into which the leading axis is divided.
+        values: whether the last row is the sum of the gradient times the activation's value. The
+            activation is a name in ``VALUES``, with one gradient and one array.
     """
 
     gradients: int
@@ -83,6 +89,7 @@ class Sums:
     activation: str | None = None
     slope: float = 0.0
     segments: int = 1
+    values: bool = False
 
     def split(self, operands: Iterable[Any]) -> tuple[list[Any], list[Any], list[Any], list[Any]]:
         """The operands as gradients, arrays, means, and the source of the mask."""
@@ -100,8 +107,15 @@ class Sums:
 
     @property
     def derivative(self) -> str | None:
-        """The activation whose derivative multiplies the gradient, unless it is a mask."""
-        return None if self.activation in ("relu", "relu6") else self.activation
+        """The activation whose derivative multiplies the gradient, unless bounds give it."""
+        if self.activation in ("relu", "relu6") and not self.values:
+            return None
+        return self.activation
+
+    @property
+    def rows(self) -> int:
+        """The number of sums of each channel."""
+        return 1 + self.arrays + self.values
 
 
 def key(form: Sums, shape: tuple[int, ...], dtype: np.dtype) -> str | None:
@@ -111,6 +125,7 @@ def key(form: Sums, shape: tuple[int, ...], dtype: np.dtype) -> str | None:
     words = [f"g{form.gradients}", f"y{form.arrays}"]
     words += [form.masked_by] * (form.masked_by != "none")
     words += [f"activation:{form.derivative}"] * (form.derivative is not None)
+    words += ["values"] * form.values
     words += ["stores"] * form.stores
     return key_of_rows("masked_sums", shape, dtype, form.segments, words)
 
@@ -122,8 +137,11 @@ def accepts(form: Sums, shape: tuple[int, ...], dtype: np.dtype) -> bool:
     takes_form = (
         1 <= form.gradients <= 2
         and least <= form.arrays <= most
-        and (form.derivative is None or form.derivative in DERIVATIVES)
+        and (form.derivative is None or form.derivative in (VALUES if form.values else DERIVATIVES))
     )
+    if form.values:
+        alone = form.gradients == 1 and form.derivative is not None and not form.stores
+        takes_form = takes_form and alone
     return accepts_rows(key(form, shape, dtype), shape, takes_form)
 
 
@@ -161,8 +179,8 @@ def masked_sums(*operands: jax.Array, form: Sums) -> list[jax.Array]:
         form: the parameters.
 
     Returns:
-        dz if ``form.stores``, then the sums, float32: (1 + arrays, C), or
-        (segments, 1 + arrays, C) with several segments.
+        dz if ``form.stores``, then the sums, float32: (rows, C), or (segments, rows, C) with
+        several segments.
     """
     return masked_sums_p.bind(*compat.match_varying(*operands), form=form)
 
@@ -175,10 +193,18 @@ def in_jax(*operands: jax.Array, form: Sums) -> list[jax.Array]:
         y.astype(np.float32) - along_segments(mean, y.shape, form.segments)
         for y, mean in zip(arrays, means, strict=True)
     ]
-    masked = _masked(gradient, centred, of_mask, form)
+    if form.values:
+        assert form.activation is not None, "the activation whose values are summed"
+        scale, offset = (along_segments(v, gradient.shape, form.segments) for v in of_mask)
+        named, u = (form.activation, form.slope), centred[0] * scale + offset
+        masked = times_derivative(*named, u, gradient)
+        values = [gradient.astype(np.float32) * derivatives.value(*named, u)]
+    else:
+        masked, values = _masked(gradient, centred, of_mask, form), []
     wide = masked.astype(np.float32)
-    sums = [over_segments(jnp.sum, p, form.segments) for p in (wide, *(wide * c for c in centred))]
-    return [*[masked] * form.stores, jnp.stack(sums, -2)]
+    products = wide, *(wide * c for c in centred), *values
+    sums = [over_segments(jnp.sum, p, form.segments) for p in products]
+    return [*[masked.astype(gradient.dtype)] * form.stores, jnp.stack(sums, -2)]
 
 
 def _masked(
@@ -226,7 +252,7 @@ def over_segments(reduce: Callable[..., jax.Array], array: jax.Array, segments: 
 
 def _abstract_eval(*operands: Any, form: Sums) -> list[Any]:
     gradient = operands[0]
-    sums = type_of_sums(gradient, form.segments, 1 + form.arrays)
+    sums = type_of_sums(gradient, form.segments, form.rows)
     results = [gradient, sums] if form.stores else [sums]
     return result_types(_MaskedSums(form), results, *operands)
 
@@ -283,7 +309,7 @@ class _MaskedSums(SplitPass):
                 names = ("scale", "offset")
                 operands += map(dims.vector, names, of_mask)
         masked = [dims.array("masked")] * form.stores
-        return operands, [*masked, dims.sums("sums", 1 + form.arrays)]
+        return operands, [*masked, dims.sums("sums", form.rows)]
 
     def on_part(self, parts: Callable[[str], int], *operands: jax.Array) -> list[jax.Array]:
         form = self.form
@@ -322,6 +348,8 @@ def _lower(platform: str, ctx, *operands, form: Sums):
             attributes |= dict(activation=form.derivative, slope=np.float32(form.slope))
         if form.segments > 1:
             attributes |= dict(segments=np.int64(form.segments))
+        if form.values:
+            attributes |= dict(values=np.int64(1))
         found = custom_call.lowered(
             ctx,
             platform,

@@ -34,6 +34,7 @@ from jax.interpreters import ad, mlir
 from jaxconv._src import compat
 from jaxconv._src.call import rules
 from jaxconv._src.passes import masked_sums, normalise_add
+from jaxconv._src.passes.derivatives import VALUES
 from jaxconv._src.passes.masked_sums import MaskedBy, Sums
 from jaxconv._src.passes.normalise_add import BlockEnd
 from jaxconv._src.problem import epilogue
@@ -81,6 +82,21 @@ class Activation(Protocol):
 
     def cotangent(self, value: jax.Array, dz: jax.Array) -> jax.Array:
         """The same for dz; also works for functions with a reverse-mode derivative only."""
+
+
+def derivative_with_value(act: Activation | None) -> tuple[str, float] | None:
+    """The name in ``VALUES`` and the slope of a function's derivative.
+
+    None unless kernels compute the function's value as well as this derivative.
+    """
+    if act is None or act.activation is None:
+        return None
+    known = {(0.0, None): ("relu", 0.0), (0.0, 6.0): ("relu6", 0.0)}
+    found = act.named if act.mask is None else known.get(act.mask)
+    name, slope = epilogue.parse_activation(act.activation)
+    if found is None or VALUES.get(found[0]) != name:
+        return None
+    return found if name != "leaky_relu" or np.float32(found[1]) == np.float32(slope) else None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -189,7 +205,7 @@ def normalise(*operands: jax.Array, form: Form) -> list[jax.Array]:
 
 def in_jax(*operands: jax.Array, form: Form) -> list[jax.Array]:
     """The same in JAX operations."""
-    t = _operand(dict(zip(form.names, operands, strict=True)), form)
+    t = operand(dict(zip(form.names, operands, strict=True)), form)
     z = (t if form.activation is None else form.activation.value(t)).astype(form.dtype)
     bits = [jnp.packbits(_inside(z, form), axis=-1, bitorder="little")] if form.bits else []
     return [z] * form.copies + bits
@@ -203,35 +219,35 @@ def _inside(z: jax.Array, form: Form) -> jax.Array:
     return inside if below is None else inside & (z < jnp.asarray(below, z.dtype))
 
 
-def _spread(vector: jax.Array, like: Any) -> jax.Array:
+def spread(vector: jax.Array, like: Any) -> jax.Array:
     """A vector over channels, (C,) or (N, C), reshaped to broadcast to a channels-last array."""
     if vector.ndim == 1:
         return vector
     return lax.expand_dims(vector, tuple(range(1, len(like.shape) - 1)))
 
 
-def _centred(given: Mapping[str, jax.Array], i: int | str) -> jax.Array:
+def centred(given: Mapping[str, jax.Array], i: int | str) -> jax.Array:
     """An array minus its mean, float32."""
     wide = given[f"y{i}"].astype(np.float32)
     mean = given.get(f"mean{i}")
-    return wide if mean is None else wide - _spread(mean, wide)
+    return wide if mean is None else wide - spread(mean, wide)
 
 
-def _times(value: jax.Array, named: Mapping[str, jax.Array], i: int | str) -> jax.Array:
+def times(value: jax.Array, named: Mapping[str, jax.Array], i: int | str) -> jax.Array:
     """An array or a vector times the scale of array i."""
     scale = named.get(f"scale{i}")
     if scale is None:
         return value
-    return value * (_spread(scale, value) if value.ndim > 2 else scale)
+    return value * (spread(scale, value) if value.ndim > 2 else scale)
 
 
-def _operand(given: Mapping[str, jax.Array], form: Form) -> jax.Array:
+def operand(given: Mapping[str, jax.Array], form: Form) -> jax.Array:
     """t: float32, or rounded if it is a sum of rounded summands."""
     summands = []
     for i in range(form.arrays):
-        summand = _times(_centred(given, i), given, i)
+        summand = times(centred(given, i), given, i)
         if f"offset{i}" in given:
-            summand = summand + _spread(given[f"offset{i}"], summand)
+            summand = summand + spread(given[f"offset{i}"], summand)
         summands.append(summand)
     if form.summands == 1:
         return summands[0]
@@ -317,7 +333,7 @@ def _differentiated(
     match form.source:
         case "operand":
             differentiate = act.cotangent if backwards else act.tangent
-            return differentiate(_operand(named, form.form), dt)
+            return differentiate(operand(named, form.form), dt)
         case "result":
             inside = _inside(named["result"], form.form)
         case _:
@@ -345,13 +361,13 @@ def tangent_in_jax(*operands: jax.Array, form: Tangent) -> list[jax.Array]:
         if name == "shortcut":
             summands.append(wide)
         elif kind == "y":
-            summands.append(_times(wide, named, i))
+            summands.append(times(wide, named, i))
         elif kind == "mean":
-            summands.append(_spread(-_times(wide, named, i), like))
+            summands.append(spread(-times(wide, named, i), like))
         elif kind == "scale":
-            summands.append(_centred(named, i) * _spread(wide, like))
+            summands.append(centred(named, i) * spread(wide, like))
         else:
-            summands.append(_spread(wide, like))
+            summands.append(spread(wide, like))
     du = functools.reduce(jnp.add, summands)
     if du.shape != like.shape:
         du = du + jnp.zeros_like(like, dtype=np.float32)
@@ -389,11 +405,11 @@ def _transpose(cotangents, *operands, form: Tangent):
         if name == "shortcut":
             ct = masked
         elif kind == "y":
-            ct = _times(wide, named, i)
+            ct = times(wide, named, i)
         elif kind == "scale":
             ct = sums[name]
         else:
-            ct = sums["offset"] if kind == "offset" else -_times(sums["offset"], named, i)
+            ct = sums["offset"] if kind == "offset" else -times(sums["offset"], named, i)
         if ct.ndim > len(aval.shape):
             ct = ct.sum(0)  # for a vector that all examples share
         found.append(explicit_mesh.like(ct.astype(aval.dtype), aval))
@@ -467,7 +483,7 @@ def _backward(
     axes = tuple(range(1 if examples else 0, result.ndim - 1))
     found = {"offset": wide.sum(axes)}
     for i in summed:
-        found[f"scale{i}"] = (wide * _centred(named, i)).sum(axes)
+        found[f"scale{i}"] = (wide * centred(named, i)).sum(axes)
     return result, found
 
 
