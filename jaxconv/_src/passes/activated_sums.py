@@ -142,8 +142,7 @@ def _jvp(primals, tangents, *, form: Form, segments: int, derivatives: bool):
             return found, ad.Zero(jax.typeof(found).to_tangent_aval())
         plain = functools.partial(in_jax, form=form, segments=segments, derivatives=True)
         return found, rules.tangent_of(plain, primals, tangents)
-    found = bound(*primals, derivatives=True)
-    sums, slopes, products = (found[..., i, :] for i in range(3))
+    found = bound(*primals, derivatives=bool(given.keys() - {"y"}))
     terms = []
     if "y" in given:
         # jax.checkpoint: the backward pass keeps y, not the float32 derivative of the activation.
@@ -152,13 +151,13 @@ def _jvp(primals, tangents, *, form: Form, segments: int, derivatives: bool):
         terms.append(of_array(given["y"], *primals))
     if "mean" in given:
         named = dict(zip(form.names, primals, strict=True))
-        terms.append(-slopes * normalise.times(given["mean"], named, 0))
+        terms.append(-found[..., 1, :] * normalise.times(given["mean"], named, 0))
     if "scale" in given:
-        terms.append(products * given["scale"])
+        terms.append(found[..., 2, :] * given["scale"])
     if "offset" in given:
-        terms.append(slopes * given["offset"])
-    total = functools.reduce(jnp.add, terms)
-    return sums[..., None, :], total.reshape(sums.shape)[..., None, :]
+        terms.append(found[..., 1, :] * given["offset"])
+    sums, total = found[..., :1, :], functools.reduce(jnp.add, terms)
+    return sums, total if total.ndim == sums.ndim else jnp.expand_dims(total, -2)
 
 
 def _tangent_by_array(dy: jax.Array, *operands: jax.Array, form: Form, segments: int) -> jax.Array:
