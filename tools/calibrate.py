@@ -108,7 +108,7 @@ XLA_FIXED = {
 SPREAD = 1.5
 
 # Forms that take the parameters of the nearest form until they have OWN_ROWS measured rows.
-OWN_ROWS = 16
+OWN_ROWS = 22
 GATHER, WGRAD = "fprop, dgrad", "wgrad"
 NEAREST: dict[Name, Name] = {
     ("igemm_wmma", GATHER, "16-bit"): ("igemm_wmma", GATHER, "tf32"),

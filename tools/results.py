@@ -10,9 +10,11 @@ docs/results is CSV after lines ``# fact: value``; a fact such as ``gpu`` applie
 there is no column of this name.
 
 ``h200_layers.csv`` joins the times of ``tests/cc/measured_times.tsv`` with the selected kernel of
-each layer. Selection is compiled as a host program, as for ``tools/bench_problems.py``; it needs
-neither a GPU nor CUDA. ``--add`` takes files of ``python -m jaxconv.bench --network NAME --json``
-and of ``tools/keras_networks.py --json``; rows of the same network, mode and side are replaced.
+each layer. If that table lacks the kernel, lax's time and the kernels' are those of
+``measured_candidates.tsv``. Selection is compiled as a host program, as for
+``tools/bench_problems.py``; it needs neither a GPU nor CUDA. ``--add`` takes files of ``python -m
+jaxconv.bench --network NAME --json`` and of ``tools/keras_networks.py --json``; rows of the same
+network, mode and side are replaced.
 ``--models`` takes files of ``tools/third_party_models.py --json``; rows of the same model are
 replaced.
 """
@@ -350,6 +352,12 @@ def layer_rows(select: Callable[[str, str, str], Sequence]) -> Rows:
         found = network_layers.layers_of(network).layers
         named |= {name: (words, layer) for name, layer in found.items()}
     times = measured_times.read(measured_times.TABLE)
+    candidates = measured_times.read(measured_times.CANDIDATES)
+
+    def by_instance(measured: measured_times.Times, key: str) -> tuple[float, dict[str, float]]:
+        lax, sliced = measured.get(key, (None, {}))
+        return lax or 0.0, {measured_times.instance_of(name): us for name, us in sliced.items()}
+
     rows = []
     for dtype, precision in (("bf16", "default"), ("f32", "default"), ("f32", "highest")):
         for name, (words, layer) in named.items():
@@ -359,9 +367,12 @@ def layer_rows(select: Callable[[str, str, str], Sequence]) -> Rows:
                 key = problem_key(op, layer.spec(precision), layer.sizes, *dtypes)
                 if key not in times:
                     continue
-                lax, sliced = times[key]
-                kernels = {measured_times.instance_of(n): us for n, us in sliced.items()}
+                lax, kernels = by_instance(times, key)
                 taken = select(key, "auto", "h200")[0] or "XLA"
+                if taken not in ("XLA", *kernels):
+                    of_candidates = by_instance(candidates, key)
+                    if of_candidates[0] and taken in of_candidates[1]:
+                        lax, kernels = of_candidates
                 best = min(kernels, key=kernels.__getitem__, default="")
                 row = dict(set=words, layer=name, operation=op.value, dtype=dtype)
                 row |= dict(precision=precision, problem=hooks._layer(key)[3])
