@@ -219,7 +219,11 @@ def test_gradients_by_the_kernel(shape, dtype, activation):
     """Those of the JAX operations, but for the order of sums and the roundings of activations."""
     operands = drawn(dtype, shape=shape)
     function = functools.partial(gated.gated, form=form(dtype, activation, shape=shape))
+    y, mean, scale, offset, _ = operands
+    u = (y.astype(np.float32) - mean) * scale + offset
+    beside_kinks = (jnp.abs(u) < 0.1) | (jnp.abs(jnp.abs(u) - 3) < 0.1)
     ct = jax.random.normal(jax.random.key(1), shape, dtype)
+    ct = jnp.where(beside_kinks, 0, ct)  # roundings of u decide the derivative there
     gradient = jax.jit(lambda ct, *o: jax.vjp(function, *o)[1](ct))
     expected = gradient(ct, *operands)
     device = jax.devices("gpu")[0]

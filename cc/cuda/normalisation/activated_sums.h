@@ -4,8 +4,8 @@
 //
 // in float32, without a rounding to y's type, for example for squeeze and excitation after a
 // normalisation; on request also the sums of activation'(u) and activation'(u) * (y - mean), from
-// which the gradients of the vectors follow. The array is (segments, rows, channels), contiguous; absent vectors are 0, 1 and
-// 0. Rows are divided among CTAs as in masked_sums.h.
+// which the gradients of the vectors follow. The array is (segments, rows, channels), contiguous;
+// absent vectors are 0, 1 and 0. Rows are divided among CTAs as in masked_sums.h.
 #ifndef JAXCONV_CUDA_NORMALISATION_ACTIVATED_SUMS_H_
 #define JAXCONV_CUDA_NORMALISATION_ACTIVATED_SUMS_H_
 
