@@ -178,6 +178,7 @@ def test_products(product):
         jax.nn.hard_swish,
         functools.partial(jax.nn.gelu, approximate=False),
         jax.nn.sigmoid,
+        jnp.tanh,
         lambda t: jnp.maximum(t, 0),
         lambda t: jax.nn.leaky_relu(t, 0.1),
     ],
