@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -177,6 +178,7 @@ def test_products(product):
         jax.nn.hard_swish,
         functools.partial(jax.nn.gelu, approximate=False),
         jax.nn.sigmoid,
+        jnp.tanh,
         lambda t: jnp.maximum(t, 0),
         lambda t: jax.nn.leaky_relu(t, 0.1),
     ],
@@ -272,3 +274,28 @@ def test_elsewhere_nothing_changes(monkeypatch):
     monkeypatch.setattr(jaxconv._src.fuse.fuse_convolution, "for_cuda", lambda: False)
     found = calls(WAYS["around"](block()), PARAMETERS, X)
     assert not found["jaxconv_gated"] and not found["jaxconv_activated_sums"], found
+
+
+def test_under_remat_and_scan():
+    """Two blocks in a loop, each computed again in the backward pass."""
+
+    def function(p, x):
+        def body(x, _):
+            return jax.checkpoint(block())(p, x), None
+
+        return lax.scan(body, x, length=2)[0]
+
+    found = calls(WAYS["around"](function), PARAMETERS, X)
+    assert found["jaxconv_gated"] >= 1 and found["jaxconv_masked_sums"] == 1, found
+    assert not found["jaxconv_normalise"], found
+
+
+def test_lowering_for_a_gpu(cuda_calls):
+    """One call sums in the forward pass and one in the backward pass."""
+    for way in WAYS.values():
+        # In float32, so that no call of `elementwise` converts parameters.
+        traced = jax.jit(way(block())).trace(PARAMETERS, X.astype(jnp.float32))
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+        found = collections.Counter(re.findall(r"custom_call @(jaxconv_\w+)", text))
+        assert found["jaxconv_activated_sums"] == found["jaxconv_masked_sums"] == 1, found
+        assert f"tensor<{N}x" in text and 'derivative = "silu"' in text and "values = 1" in text

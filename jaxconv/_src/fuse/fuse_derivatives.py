@@ -162,6 +162,7 @@ _OPERATIONS: dict[str, Callable[..., Any]] = {
     "abs": np.abs,
     "sign": np.sign,
     "square": np.square,
+    "one_minus_square": lambda x: 1 - x * x,
     "pow": np.power,
     "sqrt": np.sqrt,
     "rsqrt": lambda x: 1 / np.sqrt(x),
