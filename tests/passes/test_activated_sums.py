@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from activated_forms import form
 
-from jaxconv._src.fuse import fuse_derivatives
 from jaxconv._src.fuse.fuse_activations import Written
 from jaxconv._src.passes import activated_sums, normalise
 from jaxconv._src.passes.normalise import Form
@@ -22,27 +22,6 @@ from jaxconv._src.problem import epilogue
 
 # Fewer rows than a CTA has, several parts, a partial last slice of channels.
 SHAPES = [(3, 5, 7, 8), (700, 72), (4, 32, 32, 16), (5, 3, 3, 264), (2, 7, 7, 2048), (3, 91, 536)]
-
-FUNCTIONS = {
-    "relu": jax.nn.relu,
-    "relu6": jax.nn.relu6,
-    "silu": jax.nn.silu,
-    "hard_swish": jax.nn.hard_swish,
-    "gelu": functools.partial(jax.nn.gelu, approximate=False),
-    "sigmoid": jax.nn.sigmoid,
-    "tanh": jnp.tanh,
-}
-
-
-def form(shape, dtype, activation="silu", vectors=("mean", "scale", "offset")) -> Form:
-    operand = jax.core.ShapedArray(shape, np.dtype(dtype))
-
-    def function(t: jax.Array) -> jax.Array:
-        return FUNCTIONS[activation](t.astype(np.float32)).astype(t.dtype)
-
-    mask, named, _ = fuse_derivatives.known(function, operand)
-    written = Written(function, operand, activation, mask=mask, named=named)
-    return Form((vectors,), False, written, np.dtype(dtype))
 
 
 def drawn(shape, dtype, vectors=3, rows: int = 0) -> list[jax.Array]:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import functools
 import re
 
+import activated_forms
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxconv._src.fuse import fuse_derivatives
 from jaxconv._src.fuse.fuse_activations import Written
 from jaxconv._src.passes import gated, masked_sums, normalise
 from jaxconv._src.passes.normalise import VECTORS, Form
@@ -19,26 +19,9 @@ from jaxconv._src.problem import epilogue
 N, C = 3, 8
 SHAPE = (N, 5, 7, C)
 
-FUNCTIONS = {
-    "relu": jax.nn.relu,
-    "relu6": jax.nn.relu6,
-    "silu": jax.nn.silu,
-    "hard_swish": jax.nn.hard_swish,
-    "gelu": functools.partial(jax.nn.gelu, approximate=False),
-    "sigmoid": jax.nn.sigmoid,
-    "leaky_relu": functools.partial(jax.nn.leaky_relu, negative_slope=0.25),
-}
-
 
 def form(dtype, activation="silu", vectors=VECTORS, shape=SHAPE) -> Form:
-    operand = jax.core.ShapedArray(shape, np.dtype(dtype))
-
-    def function(t: jax.Array) -> jax.Array:
-        return FUNCTIONS[activation](t.astype(np.float32)).astype(t.dtype)
-
-    mask, named, known = fuse_derivatives.known(function, operand)
-    written = Written(function, operand, known, mask=mask, named=named)
-    return Form((vectors,), False, written, np.dtype(dtype))
+    return activated_forms.form(shape, dtype, activation, vectors)
 
 
 def drawn(dtype, of_examples=(), vectors=VECTORS, shape=SHAPE) -> list[jax.Array]:
@@ -109,7 +92,7 @@ def test_values_and_gradients(case, dtype):
     assert_close(back(ct), gradients, 4 * ulp)
 
 
-@pytest.mark.parametrize("activation", FUNCTIONS)
+@pytest.mark.parametrize("activation", activated_forms.FUNCTIONS)
 def test_activations(activation):
     of = form(np.float32, activation)
     operands = drawn(np.float32)
