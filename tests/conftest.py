@@ -9,6 +9,7 @@ import re
 import sys
 import types
 
+import cpu_features
 import gpu_report
 import gpus
 import jax
@@ -236,3 +237,11 @@ def native_kernels(platform) -> native.Platform:
             pytest.fail(f"no {platform} kernels: {kernels.reason}")
         pytest.skip(f"no {platform} kernels for {sys.platform}: {kernels.reason}")
     return kernels
+
+
+@pytest.fixture
+def native_int8_kernels(platform, native_kernels) -> native.Platform:
+    """The same, on a platform whose kernels compute 8-bit convolutions."""
+    if platform == "cpu":
+        cpu_features.skip_without("fprop_onednn_s8")
+    return native_kernels

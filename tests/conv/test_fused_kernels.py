@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import re
 
+import cpu_features
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -60,6 +61,7 @@ def instances(f, *args) -> list[tuple[str | None, str]]:
 
 @pytest.mark.parametrize("name", OF_KERNEL)
 def test_every_cpu_kernel(native_cpu, name):
+    cpu_features.skip_without(name)
     p = OF_KERNEL[name]
     values = operands(p, DTYPES[name.rpartition("_")[2]])
     f = functools.partial(all_results, p, algorithm=(name, "auto", "auto"))

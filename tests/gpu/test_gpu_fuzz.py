@@ -6,6 +6,7 @@ import collections
 import itertools
 import queue
 
+import cpu_features
 import epilogue_reference
 import gpu_fuzz
 import gpu_fuzz_kinds
@@ -177,6 +178,7 @@ def test_right_results_pass_and_wrong_ones_do_not(native_cpu, monkeypatch, case)
         assert complaint.startswith(f"--seed 0 --problem {case.index} (") and "\n" not in complaint
 
 
+@cpu_features.needs_vnni
 @pytest.mark.parametrize("case", whole(INT8, 6), ids=lambda case: str(case.index))
 def test_8_bit_results(native_cpu, monkeypatch, case):
     counts, complaints = gpu_fuzz.judge(case, "cpu", None, collections.Counter())

@@ -311,7 +311,7 @@ def test_denormal_results_are_kept_and_sums_beyond_2_to_the_24_round(platform):
             assert_exact(actual, expected, f"{scale[0]} {layout}")
 
 
-def test_a_negative_zero_and_a_bias_of_zero(platform):
+def test_a_negative_zero_and_a_bias_of_zero(platform, native_int8_kernels):
     """Sums of 0 with a negative scale: fma(0, -s, 0) is +0, not -0."""
     y = pixel([0, 0], np.float32, np.array([-1.0, 1.0], np.float32))
     assert not np.signbit(y).any()

@@ -130,13 +130,13 @@ MISMATCHES = {
 }
 
 
-def test_the_handler_accepts_what_the_lowering_sends(platform, native_kernels):
+def test_the_handler_accepts_what_the_lowering_sends(platform, native_int8_kernels):
     assert call_handler(platform).shape == P.canonical_shape("y")
 
 
 @pytest.mark.parametrize("name", MISMATCHES)
 def test_a_handler_given_wrong_buffers_or_attributes_returns_an_error(
-    platform, native_kernels, name
+    platform, native_int8_kernels, name
 ):
     changes, words = MISMATCHES[name]
     assert_refused(lambda: call_handler(platform, **changes), words)
@@ -154,7 +154,7 @@ def test_a_workspace_that_is_too_small_is_refused(platform, native_kernels):
         call_handler(platform, workspace=small)
 
 
-def test_the_plain_handler_takes_no_epilogue(platform, native_kernels):
+def test_the_plain_handler_takes_no_epilogue(platform, native_int8_kernels):
     key, _, chosen = key_of(platform)
     shapes = [P.canonical_shape(role) for role in "xwy"]
     call = jax.ffi.ffi_call(

@@ -6,6 +6,7 @@ import functools
 import logging
 import re
 
+import cpu_features
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -69,6 +70,7 @@ def test_a_compiled_chain_of_layers_has_no_conversions(layout):
 
 
 @pytest.mark.optimized
+@cpu_features.needs_vnni
 def test_a_chain_on_the_cpu_converts_at_its_ends_only(native_cpu):
     """CPU kernels read NHWC; XLA cancels the conversions between layers."""
     operands = chain_operands("NCHW32")
@@ -81,7 +83,7 @@ def test_a_chain_on_the_cpu_converts_at_its_ends_only(native_cpu):
 
 
 @pytest.mark.parametrize("layout", ["NHWC", "NCHW32"])
-def test_every_problem_runs_on_a_kernel(platform, native_kernels, layout):
+def test_every_problem_runs_on_a_kernel(platform, native_int8_kernels, layout):
     for p in INT8:
         if layout == "NCHW32" and p.rank != 2:
             continue
@@ -108,7 +110,7 @@ def test_every_problem_runs_on_a_kernel(platform, native_kernels, layout):
             )
 
         (convolution,) = jaxconv.explain(call, x, filters).convolutions
-        assert convolution.instance in native_kernels.kernels(), convolution
+        assert convolution.instance in native_int8_kernels.kernels(), convolution
         assert convolution.op == "fprop"
 
 
@@ -379,7 +381,7 @@ def test_the_plan_computes_fprop_and_dgrad(p, padded):
 # --- qwix -----------------------------------------------------------------------------------------
 
 
-def test_qwix_runs_its_convolutions_on_our_kernels(platform, native_kernels):
+def test_qwix_runs_its_convolutions_on_our_kernels(platform, native_int8_kernels):
     """Qwix calls lax's int8 convolution with int32 sums, and rescales by channel."""
     qwix = pytest.importorskip("qwix", reason="qwix is not installed")
     p = problem("p", (8, 7), 3, c=24, k=40)
@@ -402,7 +404,7 @@ def test_qwix_runs_its_convolutions_on_our_kernels(platform, native_kernels):
     with jaxconv.override():
         actual = jax.jit(call)(*quantised)
         (convolution,) = jaxconv.explain(call, *quantised).convolutions
-    assert convolution.instance in native_kernels.kernels()
+    assert convolution.instance in native_int8_kernels.kernels()
     np.testing.assert_allclose(actual, expected, rtol=1e-6)  # rounding of the float32 scales
     exact = jax.lax.conv_general_dilated(
         x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"), precision="highest"

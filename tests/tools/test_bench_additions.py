@@ -57,12 +57,12 @@ def test_bench_reports_the_regret_of_selection(tmp_path, capsys, monkeypatch):
         assert row["regret"] == pytest.approx(times[row["chosen"]] / times[row["best"]] - 1)
 
 
-def test_bench_knows_the_kernels_of_a_quantised_layer(native_kernels, platform):
+def test_bench_knows_the_kernels_of_a_quantised_layer(native_int8_kernels, platform):
     layer = layers.parse("1,6,6,32,32,3,3,1,1")
     for dtype in INT8_DTYPES:
         problem = Problem("small", layer, Op.FPROP, dtype, algorithm="native")
         chosen, names = regret.accepting(problem, platform)
-        assert chosen in names and set(names) <= set(native_kernels.kernels())
+        assert chosen in names and set(names) <= set(native_int8_kernels.kernels())
 
 
 @pytest.mark.skipif(jax.default_backend() == "gpu", reason="a GPU may have the frontend")

@@ -55,7 +55,7 @@ def test_chosen_rows_keep_all_columns(calibrate):
 
 def test_a_form_takes_the_parameters_of_the_nearest(calibrate):
     near = calibrate.NEAREST[name := next(iter(calibrate.NEAREST))]
-    rows = calibrate.Rows(["a"] * 20, None, None, [1.0] * 20, None)
+    rows = calibrate.Rows(["a"] * calibrate.OWN_ROWS, None, None, [1.0] * calibrate.OWN_ROWS, None)
     assert calibrate.nearest(name, {}) == near
     assert calibrate.nearest(name, {name: rows}) is None
     # None of them is nearest to a form that has no parameters of its own.

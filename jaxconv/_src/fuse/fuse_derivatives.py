@@ -74,7 +74,10 @@ def known(
         with compat.varying(operand):
             closed = jax.make_jaxpr(both)(operand)
         numbers = np.append(_NUMBERS, np.nan)
-        y, derivative = _computed(compat.open_jaxpr(closed), closed.consts, [numbers])
+        jaxpr = compat.open_jaxpr(closed)
+        if any(eqn.primitive.name == _RESHARD for eqn in jaxpr.eqns):
+            raise _UnknownError(_RESHARD)  # kernels need not accept arrays that move
+        y, derivative = _computed(jaxpr, closed.consts, [numbers])
     except (_UnknownError, TypeError, ValueError):
         return None, None, None
     y, derivative = (np.broadcast_to(a, numbers.shape) for a in (y, derivative))
@@ -190,6 +193,9 @@ _OPERATIONS: dict[str, Callable[..., Any]] = {
     "select_n": lambda which, *cases: np.choose(np.asarray(which, np.int8), cases),
 }
 
+# JAX adds it to operations on constants within a mesh of explicit axes.
+_RESHARD = "reshard"
+
 # Parameters that hold an operation's function.
 _CALLED = ("jaxpr", "call_jaxpr", "fun_jaxpr")
 
@@ -217,7 +223,7 @@ def _results(eqn: Any, operands: list[Any]) -> list[Any]:
     name = eqn.primitive.name
     if name in _OPERATIONS:
         return [_OPERATIONS[name](*operands)]
-    if name in (*IDENTITIES, *SPREADING):
+    if name in (*IDENTITIES, *SPREADING, _RESHARD):
         return operands[:1]
     if name == "integer_pow":
         return [operands[0] ** float(eqn.params["y"])]

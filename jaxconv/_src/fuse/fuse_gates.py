@@ -49,9 +49,7 @@ def _product(graph: Graph, layer: JaxprEqn) -> tuple[Var, Affine] | None:
     """The product of a layer's result with a gate, and the product as a function of the result."""
     z, form = layer.outvars[0], layer.params["form"]
     shape, y = type_of(z).shape, type_of(layer.invars[0])
-    if len(layer.outvars) > 1 or not gated.accepts(form, shape, y.dtype):
-        return None
-    if not fuse_layers.in_memory(graph, layer.invars[0]):
+    if len(layer.outvars) > 1 or not fuse_layers.in_memory(graph, layer.invars[0]):
         return None
     reader = fuse_affine.Reader(graph, lambda _: len(shape) - 1, lambda value: value is z)
     found, value = None, z
@@ -65,7 +63,7 @@ def _product(graph: Graph, layer: JaxprEqn) -> tuple[Var, Affine] | None:
         affine = reader.read(value)
         if _gates(affine, z):
             found = value, affine
-    if found is None:
+    if found is None or not gated.accepts(form, shape, y.dtype):
         return None
     # The derivative sums the gradient that the product's reader writes to memory.
     readers = fuse_layers.readers_of(graph, found[0])
