@@ -83,6 +83,8 @@ def test_kernels_of_the_cpu(native_cpu):
     assert {"dense", "groups", "input dilation"} <= set(found["fprop_onednn_f32"].takes)
     assert "input dilation" not in found["wgrad_gemm_f32"].takes
     assert "epilogue" in found["fprop_onednn_f32"].takes
+    if cpu_features.AVX512:
+        assert "epilogue" in found["fprop_onednn_bf16"].takes
     assert ("epilogue" in found["fprop_onednn_s8"].takes) == cpu_features.VNNI
     assert not any("epilogue" in kernel.takes for kernel in table if kernel.op != "fprop")
     assert set(found["fprop_onednn_f32"].precisions) == {"default", "high", "highest"}

@@ -24,7 +24,7 @@ from jax.extend.core import JaxprEqn, Var
 from jax.interpreters import ad
 
 from jaxconv._src import compat
-from jaxconv._src.fuse import fuse_graph, fuse_layers
+from jaxconv._src.fuse import fuse_graph, fuse_layers, fuse_rounding
 from jaxconv._src.fuse.fuse_graph import Graph, is_float, traced, type_of
 from jaxconv._src.passes import max_pooling
 from jaxconv._src.passes.max_pooling import MaximaTangent, Pooling
@@ -156,10 +156,7 @@ def _differentiated_together(
                 {"x": of_y}, operands, results, linear, moments
             )
             found.append(of_maxima)
-        of_given = [
-            ad.instantiate_zeros(ad.Zero(t.aval)) if isinstance(t, SymbolicZero) else t
-            for t in of_given
-        ]
+        of_given = [ad.instantiate_zeros(t) for t in fuse_rounding.zeros(of_given)]
         _, of_vectors = jax.jvp(vectors, (moments, given), (of_moments, of_given))
         names = ("mean", "scale", "offset")
         linear = MaximaTangent(form, names, wide=True)

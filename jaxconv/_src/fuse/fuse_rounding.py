@@ -129,7 +129,7 @@ def _with_wide(graph: Graph, arrays: Sequence[_Operand], wide: Mapping[Var, Var]
         for array, tangent in zip(arrays, of_wide, strict=True):
             given[array.index] = tangent
         rule = ad.primitive_jvps[eqn.primitive]
-        results, found = rule(primals[1], _zeros(given), **eqn.params)
+        results, found = rule(primals[1], zeros(given), **eqn.params)
         if not eqn.primitive.multiple_results:
             results, found = [results], [found]
         return results, [ad.instantiate_zeros(t) for t in found]
@@ -155,12 +155,12 @@ def _also_wide(graph: Graph, position: int, wide: Var) -> list[JaxprEqn]:
 
     @functools.partial(call.defjvp, symbolic_zeros=True)
     def jvp(primals: Any, tangents: Any) -> Any:
-        results, found = fused.linearized(primals, _zeros(tangents), **eqn.params)
+        results, found = fused.linearized(primals, zeros(tangents), **eqn.params)
         return with_wide(results), [*fused.rounded(found, results), found[0]]
 
     return traced(call, tuple(eqn.invars), [*eqn.outvars, wide], graph, position)
 
 
-def _zeros(tangents: Sequence[Any]) -> list[Any]:
+def zeros(tangents: Sequence[Any]) -> list[Any]:
     """Tangents as a primitive's rule takes them."""
     return [ad.Zero(t.aval) if isinstance(t, SymbolicZero) else t for t in tangents]
