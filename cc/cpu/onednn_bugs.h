@@ -133,6 +133,14 @@ inline bool PixelsOfThirtyAreWrong(const std::string& implementation, const Conv
   return SumsOddChannels(p) && implementation.rfind("jit_bf16_1x1", 0) == 0;
 }
 
+// 1x1, strided, the weight gradient on AVX2, an incomplete block of 8 input channels: the kernel
+// gathers the strided pixels into scratch, and some sums are wrong (17 of 500 random 1x1 problems,
+// all of this kind).
+inline bool GathersIncompleteBlock(const std::string& implementation, const ConvProblem& p) {
+  return p.op == Op::kWgrad && implementation == "jit_1x1:avx2" && p.stride != Spatial{1, 1, 1} &&
+         p.c_per_group() % 8 != 0;
+}
+
 // Three spatial axes, the data gradient on AMX: rows of x past the last window are not written (5
 // of some 40,000 random problems in bfloat16, with filters of 3 or 4 rows and x of 19 to 24
 // columns).
@@ -146,7 +154,8 @@ inline bool LeavesRowsUnwritten(const std::string& implementation, const ConvPro
 inline bool IsWrong(const std::string& implementation, const ConvProblem& p, DType operands) {
   if (OffsetIsWrong(p, operands) || LeavesRowsUnwritten(implementation, p) ||
       RoundsSums(implementation, p, operands) || ReadsNextPixel(implementation, p, operands) ||
-      PairsLastWithZero(implementation, p, operands) || PixelsOfThirtyAreWrong(implementation, p)) {
+      PairsLastWithZero(implementation, p, operands) || PixelsOfThirtyAreWrong(implementation, p) ||
+      GathersIncompleteBlock(implementation, p)) {
     return true;
   }
   if (p.op != Op::kWgrad || implementation.rfind("x64:gemm", 0) == 0) return false;

@@ -119,6 +119,11 @@ void CheckList(std::mt19937* random) {
   list.push_back(Geometry2d(1, 1, 3, 17, 100, 1, 3, 2, 0));
   list.push_back(Geometry2d(1, 10, 3, 9, 4, 1, 1, 1, 0));  // odd channels, 30 pixels
   list.push_back(Geometry2d(2, 6, 10, 13, 7, 1, 1, 1, 0));
+  for (const Spatial& stride : {Spatial{1, 1, 2}, Spatial{1, 3, 1}, Spatial{1, 2, 2}}) {
+    ConvProblem gathered = Geometry2d(2, 9, 8, 5, 12, 1, 1, 1, 0);  // strided 1x1, odd channels
+    gathered.stride = stride;
+    list.push_back(gathered);
+  }
   ConvProblem asymmetric = Geometry2d(2, 12, 13, 16, 32, 4, 3, 2, 1);
   asymmetric.pad_lo = {0, 2, 0};
   asymmetric.pad_hi = {0, 1, 3};
@@ -178,11 +183,14 @@ ConvProblem RandomProblem(std::mt19937* random) {
   p.c = p.groups * (depthwise && p.groups > 4 ? 1 : pick({1, 3, 4, 8, 16, 32}));
   p.k = p.groups * (depthwise && p.groups > 4 ? 1 : pick({1, 2, 4, 8, 16, 32}));
   bool transposed = (*random)() % 6 == 0;
+  bool pointwise = (*random)() % 4 == 0;
   for (int a = 3 - p.rank; a < 3; ++a) {
     p.in[a] = 1 + (*random)() % (p.rank == 1 ? 300 : p.rank == 2 ? 17 : 8);
     p.filter[a] = pick({1, 1, 2, 3, 3, 4, 5, 7});
     p.dilation[a] = pick({1, 1, 1, 2, 3});
     (transposed ? p.lhs_dilation : p.stride)[a] = pick({1, 1, 2, 3, 4});
+    if (pointwise) p.filter[a] = 1;
+    if (pointwise && (*random)() % 4 != 0) continue;
     p.pad_lo[a] = static_cast<int64_t>((*random)() % (p.filter[a] + 2)) - ((*random)() % 8 == 0);
     p.pad_hi[a] = static_cast<int64_t>((*random)() % (p.filter[a] + 2)) - ((*random)() % 8 == 0);
   }
