@@ -1,13 +1,15 @@
-"""Compiles training steps of the bench's networks for this machine's GPU and counts moved bytes.
+"""Compiles training steps of the bench's networks for a GPU and counts moved bytes.
 
     python tools/network_bytes.py                    ResNet-50 in both spellings, MobileNetV2
+    python tools/network_bytes.py --gpu h200         the same for an H200, without a GPU
     python tools/network_bytes.py --network efficientnet_b0 --batch-norm product --library lax
     python tools/network_bytes.py --hlo step.txt     a program's text that was saved before
 
 Prints for each program: GB by category of kernel, according to XLA's optimised text (each operand
 and each result counts once); the sum outside convolutions and products; the custom calls by name;
 memory for temporaries; with ``--largest`` the largest kernels. ``--save FOLDER`` keeps the texts.
-The programs are compiled but not run.
+The programs are compiled but not run. For a GPU that is not here, XLA measures no kernels
+(``jaxconv.bench.described_gpu``); convolutions and products that are XLA's may then differ.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
 import jax
 
 import jaxconv
-from jaxconv.bench import environment, hlo
+from jaxconv.bench import described_gpu, environment, hlo
 from jaxconv.bench.measure_network import DTYPES, FUSED, LIBRARIES, MODES, Run, function
 from jaxconv.bench.networks import NETWORKS, programs
 from jaxconv.bench.networks.blocks import PASSES
@@ -34,8 +36,11 @@ USUAL = (("resnet50", "centred"), ("resnet50", "product"), ("mobilenet_v2", "pro
 BATCH = 256
 
 
-def compiled(run: Run, library: str) -> tuple[jax.stages.Compiled, float]:
-    """Compiles the program of a run, in training with donated state; returns it and the seconds."""
+def compiled(run: Run, library: str, gpu: str = "") -> tuple[jax.stages.Compiled, float]:
+    """Compiles the program of a run, in training with donated state; returns it and the seconds.
+
+    It is compiled for JAX's default device, or for a GPU of ``described_gpu.DESCRIPTIONS``.
+    """
     network, train = NETWORKS[run.name], run.mode == "train"
 
     def arguments():
@@ -44,7 +49,9 @@ def compiled(run: Run, library: str) -> tuple[jax.stages.Compiled, float]:
         target = programs.random_examples(network, run.shape, run.input.dtype).target
         return state, programs.Examples(run.input, target) if train else run.input
 
-    shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), arguments())
+    shapes = jax.eval_shape(arguments)
+    if gpu:
+        shapes = described_gpu.types_on(described_gpu.described(gpu)[0], shapes)
     start = time.perf_counter()
     with jaxconv.override(library != "lax"):
         step = jax.jit(function(run, library), donate_argnums=0 if train else ())
@@ -86,6 +93,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--batch", type=int, default=BATCH)
     add("--size", type=int, help="extent of every spatial axis (default: usual)")
     add("--dtype", choices=DTYPES, default="bf16")
+    add("--gpu", choices=described_gpu.DESCRIPTIONS, default="", help="default: this machine's")
     add("--largest", type=int, default=0, help="list so many kernels")
     add("--save", type=pathlib.Path, metavar="FOLDER", help="write the programs' texts there")
     add("--hlo", type=pathlib.Path, metavar="FILE", help="count the bytes of this text")
@@ -110,7 +118,7 @@ def main(argv: Sequence[str]) -> int:
         title = f"{name} {options.mode} {options.dtype} N={options.batch}, batch norm {norm}"
         print(f"\n{title}, {options.library}", flush=True)
         try:
-            made, seconds = compiled(run, options.library)
+            made, seconds = compiled(run, options.library, options.gpu)
         except Exception as error:  # for example out of memory; goes on with the next program
             print(f"  {type(error).__name__}: {str(error).splitlines()[0]}")
             failed = True

@@ -18,7 +18,7 @@ import numpy as np
 from jaxprs import equations
 
 from jaxconv._src.passes.normalise import Form
-from jaxconv.bench import hlo
+from jaxconv.bench import described_gpu, hlo
 
 ORDERS = ("outside", "inside")
 
@@ -147,14 +147,16 @@ def lowered_calls(spelling: Any, order: str, fuse: Callable, of_target: str) -> 
 
 
 # Programs whose bytes are counted have so many times the examples and the extents of the others, so
-# that vectors of channels do not count beside activations.
-EXAMPLES_FACTOR, EXTENT_FACTOR = 16, 4
+# that vectors of channels do not count beside activations, and kernels compute the means of
+# activations (8 MB in 16 bits; ``fuse_means`` leaves arrays below 4 MB to XLA).
+EXAMPLES_FACTOR, EXTENT_FACTOR = 64, 4
 
 
-def moved_bytes(spelling: Any, order: str, fuse: Callable) -> int:
+def moved_bytes(spelling: Any, order: str, fuse: Callable, gpu: str = "") -> int:
     """Bytes that the kernels of a spelling's gradient move, by XLA's optimised program.
 
-    Compiles the program for JAX's default device, with larger images than ``values`` has.
+    Compiles the program with larger images than ``values`` has, for JAX's default device or for a
+    GPU of ``described_gpu.DESCRIPTIONS``.
     """
     parameters, x = jax.tree.map(jax.typeof, spelling.values())
     positions = [a for a in range(1, 4) if a != spelling.channel_axis]
@@ -162,8 +164,10 @@ def moved_bytes(spelling: Any, order: str, fuse: Callable) -> int:
     extents[0] *= EXAMPLES_FACTOR
     for axis in positions:
         extents[axis] *= EXTENT_FACTOR
-    larger = x.update(shape=tuple(extents))
-    program = jax.jit(gradient(spelling, order, fuse)).lower(parameters, larger).compile()
+    operands = parameters, x.update(shape=tuple(extents))
+    if gpu:
+        operands = described_gpu.types_on(described_gpu.described(gpu)[0], operands)
+    program = jax.jit(gradient(spelling, order, fuse)).lower(*operands).compile()
     return sum(kernel.bytes for kernel in hlo.kernels(hlo.parse(program.as_text())))
 
 

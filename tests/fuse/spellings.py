@@ -8,6 +8,7 @@ one meaning. ``canonical`` gives one spelling of every meaning.
     python tests/fuse/spellings.py --table --only einsum --target sm_90a
     python tests/fuse/spellings.py --table --random 20 --seed 3
     python tests/fuse/spellings.py --bytes --jobs 16            the bytes that this GPU moves
+    python tests/fuse/spellings.py --bytes --gpu h200           those of an H200, without a GPU
 
 ``SPELLINGS`` has every value of every part of a batch norm (``spelling_norms``), the norms of
 libraries, every activation and every shortcut (``spelling_layers``); ``GROUPED`` has group norm,
@@ -486,22 +487,23 @@ def table(chosen: list[Spelling], of_target: str, forms: bool) -> int:
     return differ
 
 
-def _moved(program: tuple[Spelling, str]) -> int | str:
+def _moved(program: tuple[Spelling, str], gpu: str) -> int | str:
     """The bytes that a program moves, or why it fails, whatever it raises."""
     import jaxconv
 
     try:
-        return moved_bytes(*program, jaxconv.fuse)
+        return moved_bytes(*program, jaxconv.fuse, gpu)
     except Exception as error:
         return f"{type(error).__name__}: {str(error).splitlines()[0]}"
 
 
-def bytes_table(chosen: list[Spelling], jobs: int) -> int:
-    """Prints the bytes that each spelling's gradient moves on this GPU over its canonical one's.
+def bytes_table(chosen: list[Spelling], jobs: int, gpu: str) -> int:
+    """Prints the bytes that each spelling's gradient moves on a GPU over its canonical one's.
 
     Args:
         chosen: the spellings.
         jobs: the number of programs that are compiled at a time.
+        gpu: the name of a described GPU, or "" for this machine's.
 
     Returns:
         The number of spellings whose program moves more than TOLERANCE too much or fails.
@@ -513,7 +515,8 @@ def bytes_table(chosen: list[Spelling], jobs: int) -> int:
     # Tracing holds Python's lock, so each job is a process; a CUDA context survives no fork.
     context = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(jobs, context) as pool:
-        of = dict(zip(programs, pool.map(_moved, programs, chunksize=4), strict=True))
+        moved = pool.map(functools.partial(_moved, gpu=gpu), programs, chunksize=4)
+        of = dict(zip(programs, moved, strict=True))
     above, ratios = 0, []
     for spelling, order in itertools.product(chosen, ORDERS):
         here, model = of[spelling, order], of[canonical(spelling.meaning), order]
@@ -535,6 +538,7 @@ def main() -> int:
     add("--table", action="store_true", help="print what fuse makes of every spelling")
     add("--bytes", action="store_true", help="print the bytes that their programs move on a GPU")
     add("--jobs", type=int, default=4, help="programs of --bytes that are compiled at a time")
+    add("--gpu", default="", help="of --bytes: the name of a GPU that need not be here, as h200")
     add("--only", default="", help="of spellings whose name has this in it")
     add("--dtype", choices=DTYPES, help="all of them in one type")
     add("--forms", action="store_true", help="compare static halves too, not names alone")
@@ -552,7 +556,7 @@ def main() -> int:
         chosen = [dataclasses.replace(spelling, dtype=options.dtype) for spelling in chosen]
     chosen = [s for s in dict.fromkeys(chosen) if options.only in s.name]
     if options.bytes:
-        return int(bool(bytes_table(chosen, options.jobs)))
+        return int(bool(bytes_table(chosen, options.jobs, options.gpu)))
     if not options.table:
         for spelling in chosen:
             print(spelling.name, "=", spelling.meaning)

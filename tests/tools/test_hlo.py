@@ -12,7 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxconv.bench import hlo, networks
+import jaxconv
+from jaxconv.bench import described_gpu, hlo, networks
 from jaxconv.bench.networks import NETWORKS, programs
 from jaxconv.bench.networks.blocks import PASSES
 
@@ -143,3 +144,18 @@ def test_the_networks_of_keras(capsys, monkeypatch):
         assert status == 0 and re.search(r"VGG16 +infer fused .* 13/13 ", said)
     else:
         assert status == 1 and "pip install keras" in said
+
+
+def test_a_gpu_that_is_not_here(monkeypatch):
+    """XLA compiles a program for its description, or the error says what is absent."""
+    monkeypatch.setenv("JAXCONV_TARGET", "")  # which ``described`` sets
+    try:
+        device, _ = described_gpu.described("h200", 2)
+    except RuntimeError as error:
+        assert re.search(r"cannot compile for h200.*(JAXCONV_CUDA=ON|pip install)", str(error))
+        return
+    types = [jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((8, 28, 28, 64), (3, 3, 64, 64))]
+    program = jax.jit(lambda x, w: jaxconv.conv(x, w, algorithm="igemm_wgmma"))
+    made = program.lower(*described_gpu.types_on(device, types)).compile()
+    (kernel,) = (k for k in hlo.kernels(hlo.parse(made.as_text())) if k.computing)
+    assert kernel.kind == "jaxconv_fprop" and kernel.bytes > 2 * 8 * 28 * 28 * 64 * 2
