@@ -99,3 +99,30 @@ def test_no_array_is_kept_in_float32(name):
     assert kept and all(aval.dtype == np.float16 for aval in kept)
     # x, y and z; of two arrays also the other y
     assert len(kept) <= (4 if name == "two arrays" else 3)
+
+
+BIASES = {
+    "none": lambda p, y: y,
+    "a bias": lambda p, y: y + p["bias"],
+    "a bias for each example": lambda p, y: y + jnp.tanh(p["scales"] * p["bias"])[:, None, None, :],
+}
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("bias", BIASES)
+def test_a_bias_sums_the_gradient_that_is_stored(bias, order):
+    """In 16 bits, as in the program; XLA would also store it in float32, for the sum."""
+    p, x = parameters(), draw(N, H, H, C, dtype=jnp.float16)
+    p["bias"] = draw(C, seed=5, dtype=jnp.float16)
+    p["scales"] = draw(N, 1, seed=6, dtype=jnp.float16)
+
+    def biased(p, x):
+        z = instance_norm(p, BIASES[bias](p, conv(x, p["w"])))
+        return conv(z, p["v"]).astype(jnp.float32).mean()
+
+    barriers = {
+        eqn.outvars[0].aval.dtype
+        for eqn in equations(jax.make_jaxpr(ORDERS[order](biased))(p, x))
+        if eqn.primitive is jax.lax.optimization_barrier_p and eqn.outvars[0].aval.shape == x.shape
+    }
+    assert barriers == ({np.dtype(np.float16)} if bias != "none" else set())

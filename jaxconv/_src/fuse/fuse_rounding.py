@@ -8,6 +8,10 @@ adds in float32.
 Here each such call gets the array twice: as its value, without a derivative, and converted to
 float32, for the derivative alone. If a convolution's call returns the array and its moments, it
 also returns the conversion. Nothing reads the conversion's value, and XLA removes it.
+
+The bias of a convolution takes the sum of its result's gradient. The convolution's derivative reads
+the gradient rounded, so it is stored in 16 bits; XLA would sum it before it is rounded, and store
+it in float32 too. An optimisation barrier makes the sum read what is stored.
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax import lax
 from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import JaxprEqn, Var
 from jax.interpreters import ad
@@ -74,7 +79,8 @@ def _replacements(graph: Graph) -> dict[int, list[JaxprEqn]]:
             if made is not None and _has_statistics(graph, array):
                 placed[made] = _also_wide(graph, made, wide[array])
             else:
-                placed[position] += traced(_converted, [array], [wide[array]], graph, position)
+                converted = functools.partial(_converted, stored=_has_bias(graph, array))
+                placed[position] += traced(converted, [array], [wide[array]], graph, position)
         placed[position] += _with_wide(graph, of_call, wide)
     return placed
 
@@ -85,6 +91,16 @@ def _has_statistics(graph: Graph, array: Var) -> bool:
     if made is None or made.primitive is not fused.conv_fused_p:
         return False
     return made.params["epilogue"].statistics and array is made.outvars[0]
+
+
+def _has_bias(graph: Graph, array: Var) -> bool:
+    """Whether an array is a convolution's result plus a bias."""
+    made = graph.producer(array)
+    if made is not None and made.primitive is fused.conv_fused_p:
+        epilogue = made.params["epilogue"]
+        if epilogue.bias:
+            return not epilogue.residual and epilogue.activation is None
+    return fuse_layers.convolution_with_bias(graph, array, by_example=True) is not None
 
 
 def _operands(graph: Graph, position: int) -> list[_Operand]:
@@ -105,8 +121,9 @@ def _operands(graph: Graph, position: int) -> list[_Operand]:
     return found
 
 
-def _converted(array: jax.Array) -> list[jax.Array]:
-    return [array.astype(np.float32)]
+def _converted(array: jax.Array, stored: bool) -> list[jax.Array]:
+    """The array in float32; ``stored``: its readers find the gradient rounded, in memory."""
+    return [(lax.optimization_barrier(array) if stored else array).astype(np.float32)]
 
 
 def _with_wide(graph: Graph, arrays: Sequence[_Operand], wide: Mapping[Var, Var]) -> list[JaxprEqn]:
@@ -144,7 +161,7 @@ def _with_wide(graph: Graph, arrays: Sequence[_Operand], wide: Mapping[Var, Var]
 
 def _also_wide(graph: Graph, position: int, wide: Var) -> list[JaxprEqn]:
     """A convolution's call that also returns its first result in float32, with its derivative."""
-    eqn = graph.eqns[position]
+    eqn, stored = graph.eqns[position], _has_bias(graph, graph.eqns[position].outvars[0])
 
     def with_wide(results: Sequence[Any]) -> list[Any]:
         return [*results, results[0].astype(np.float32)]
@@ -156,7 +173,9 @@ def _also_wide(graph: Graph, position: int, wide: Var) -> list[JaxprEqn]:
     @functools.partial(call.defjvp, symbolic_zeros=True)
     def jvp(primals: Any, tangents: Any) -> Any:
         results, found = fused.linearized(primals, zeros(tangents), **eqn.params)
-        return with_wide(results), [*fused.rounded(found, results), found[0]]
+        tangents = fused.rounded(found, results)
+        of_wide = _converted(tangents[0], stored)[0] if stored else found[0]
+        return with_wide(results), [*tangents, of_wide]
 
     return traced(call, tuple(eqn.invars), [*eqn.outvars, wide], graph, position)
 
