@@ -575,7 +575,7 @@ def convolution_with_bias(graph: Graph, array: Any, by_example: bool = False) ->
             continue
         axes = fuse_axes.of(shape, axis)
         by = fuse_affine.coefficient(graph, other, axes, (shape[0], shape[axis]))
-        return None if by is None or by.examples > by_example else axis
+        return None if by is None or (by.examples and not by_example) else axis
     return None
 
 

@@ -161,7 +161,8 @@ def _with_wide(graph: Graph, arrays: Sequence[_Operand], wide: Mapping[Var, Var]
 
 def _also_wide(graph: Graph, position: int, wide: Var) -> list[JaxprEqn]:
     """A convolution's call that also returns its first result in float32, with its derivative."""
-    eqn, stored = graph.eqns[position], _has_bias(graph, graph.eqns[position].outvars[0])
+    eqn = graph.eqns[position]
+    stored = _has_bias(graph, eqn.outvars[0])
 
     def with_wide(results: Sequence[Any]) -> list[Any]:
         return [*results, results[0].astype(np.float32)]
