@@ -6,6 +6,7 @@ The devices are eight virtual CPU devices, which run JAX operations in place of 
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import functools
 import math
@@ -383,14 +384,16 @@ def squeeze_and_excitation(p, x):
     return (r.astype(jnp.float32) ** 2).mean()
 
 
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+@pytest.mark.parametrize("inside", [True, False], ids=["within the mesh", "by the arguments"])
 @pytest.mark.parametrize("split", [P("data"), P(AXES), P("model", "data")], ids=str)
-def test_gated_training_step(split, for_a_gpu_on_the_cpu):
+def test_gated_training_step(split, inside, kind, for_a_gpu_on_the_cpu):
     """The same as on one device, with no more sums over devices than in lax's program."""
     rng = np.random.default_rng(1)
     x = jnp.asarray(rng.normal(size=(16, 64, 128, 8)), jnp.bfloat16)
     expected = jax.jit(jax.grad(jaxconv.fuse(squeeze_and_excitation)))(parameters(), x)
-    mesh = grid(AxisType.Auto)
-    with jax.set_mesh(mesh):
+    mesh = grid(kind)
+    with jax.set_mesh(mesh) if inside else contextlib.nullcontext():
         given = [
             jax.device_put(a, NamedSharding(mesh, s))
             for a, s in zip((parameters(), x), (P(), split), strict=True)

@@ -75,7 +75,7 @@ def known(
             closed = jax.make_jaxpr(both)(operand)
         numbers = np.append(_NUMBERS, np.nan)
         jaxpr = compat.open_jaxpr(closed)
-        if any(eqn.primitive.name == _RESHARD for eqn in jaxpr.eqns):
+        if any(e.primitive.name == _RESHARD and e.outvars[0].aval.shape for e in jaxpr.eqns):
             raise _UnknownError(_RESHARD)  # kernels need not accept arrays that move
         y, derivative = _computed(jaxpr, closed.consts, [numbers])
     except (_UnknownError, TypeError, ValueError):
@@ -193,7 +193,7 @@ _OPERATIONS: dict[str, Callable[..., Any]] = {
     "select_n": lambda which, *cases: np.choose(np.asarray(which, np.int8), cases),
 }
 
-# JAX adds it to operations on constants within a mesh of explicit axes.
+# JAX adds it to constants of a program whose arrays are on a mesh.
 _RESHARD = "reshard"
 
 # Parameters that hold an operation's function.
