@@ -214,7 +214,7 @@ def axes_of_channels(graph: Graph) -> dict[Var, int]:
     for eqn in graph.eqns:
         axis = _convolved(eqn)
         if axis is None and eqn.primitive.name == "add":
-            axis = convolution_with_bias(graph, eqn.outvars[0])
+            axis = _convolution_with_bias(graph, eqn.outvars[0])
         if axis is not None:
             found[eqn.outvars[0]] = axis
     return found
@@ -549,19 +549,14 @@ def in_memory(graph: Graph, array: Any) -> bool:
     if name not in ELEMENTWISE | _FUSED_RESULTS:
         return True
     return isinstance(array, Var) and (
-        _read_from_memory(graph, array) or convolution_with_bias(graph, array) is not None
+        _read_from_memory(graph, array) or _convolution_with_bias(graph, array) is not None
     )
 
 
-def convolution_with_bias(graph: Graph, array: Any, by_example: bool = False) -> int | None:
+def _convolution_with_bias(graph: Graph, array: Any) -> int | None:
     """The channel axis of an array that is a convolution's result plus a bias, else None.
 
     XLA's convolutions add the bias and store the sum.
-
-    Args:
-        graph: the program.
-        array: the array.
-        by_example: whether the bias may have one vector for each example.
     """
     made = graph.producer(array)
     if made is None or made.primitive.name != "add":
@@ -575,7 +570,7 @@ def convolution_with_bias(graph: Graph, array: Any, by_example: bool = False) ->
             continue
         axes = fuse_axes.of(shape, axis)
         by = fuse_affine.coefficient(graph, other, axes, (shape[0], shape[axis]))
-        return None if by is None or (by.examples and not by_example) else axis
+        return None if by is None or by.examples else axis
     return None
 
 

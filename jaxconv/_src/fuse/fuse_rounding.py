@@ -10,8 +10,11 @@ float32, for the derivative alone. If a convolution's call returns the array and
 also returns the conversion. Nothing reads the conversion's value, and XLA removes it.
 
 The bias of a convolution takes the sum of its result's gradient. The convolution's derivative reads
-the gradient rounded, so it is stored in 16 bits; XLA would sum it before it is rounded, and store
-it in float32 too. An optimisation barrier makes the sum read what is stored.
+the gradient rounded, so it is stored in 16 bits. If its computation is expensive, XLA stores it in
+float32 too, and sums and rounds it from there; an optimisation barrier makes the sum read the
+rounded array. Otherwise XLA sums it in the pass that rounds it, and needs no barrier. In programs
+compiled for an H200, the gradients behind group norm (vectors for each example) and an activation
+that does not clip are expensive, those of batch norm are not.
 """
 
 from __future__ import annotations
@@ -79,7 +82,9 @@ def _replacements(graph: Graph) -> dict[int, list[JaxprEqn]]:
             if made is not None and _has_statistics(graph, array):
                 placed[made] = _also_wide(graph, made, wide[array])
             else:
-                converted = functools.partial(_converted, stored=_has_bias(graph, array))
+                readers = [graph.eqns[o.position] for o in found if o.array is array]
+                stored = _has_bias(graph, array) and any(map(_expensive_gradient, readers))
+                converted = functools.partial(_converted, stored=stored)
                 placed[position] += traced(converted, [array], [wide[array]], graph, position)
         placed[position] += _with_wide(graph, of_call, wide)
     return placed
@@ -94,13 +99,22 @@ def _has_statistics(graph: Graph, array: Var) -> bool:
 
 
 def _has_bias(graph: Graph, array: Var) -> bool:
-    """Whether an array is a convolution's result plus a bias."""
+    """Whether an array is the sum of a convolution and a bias, from one call."""
     made = graph.producer(array)
-    if made is not None and made.primitive is fused.conv_fused_p:
-        epilogue = made.params["epilogue"]
-        if epilogue.bias:
-            return not epilogue.residual and epilogue.activation is None
-    return fuse_layers.convolution_with_bias(graph, array, by_example=True) is not None
+    if made is None or made.primitive is not fused.conv_fused_p:
+        return False
+    epilogue = made.params["epilogue"]
+    return epilogue.bias and not epilogue.residual and epilogue.activation is None
+
+
+def _expensive_gradient(reader: JaxprEqn) -> bool:
+    """Whether XLA computes the gradient of a call's arrays once for all its readers."""
+    if reader.primitive is not normalise.normalise_p:
+        return False
+    form = reader.params["form"]
+    vectors = reader.invars[form.summands :]
+    clips = form.activation is None or form.activation.mask is not None
+    return not clips and any(len(type_of(v).shape) == 2 for v in vectors)
 
 
 def _operands(graph: Graph, position: int) -> list[_Operand]:
@@ -162,7 +176,6 @@ def _with_wide(graph: Graph, arrays: Sequence[_Operand], wide: Mapping[Var, Var]
 def _also_wide(graph: Graph, position: int, wide: Var) -> list[JaxprEqn]:
     """A convolution's call that also returns its first result in float32, with its derivative."""
     eqn = graph.eqns[position]
-    stored = _has_bias(graph, eqn.outvars[0])
 
     def with_wide(results: Sequence[Any]) -> list[Any]:
         return [*results, results[0].astype(np.float32)]
@@ -174,9 +187,7 @@ def _also_wide(graph: Graph, position: int, wide: Var) -> list[JaxprEqn]:
     @functools.partial(call.defjvp, symbolic_zeros=True)
     def jvp(primals: Any, tangents: Any) -> Any:
         results, found = fused.linearized(primals, zeros(tangents), **eqn.params)
-        tangents = fused.rounded(found, results)
-        of_wide = _converted(tangents[0], stored)[0] if stored else found[0]
-        return with_wide(results), [*tangents, of_wide]
+        return with_wide(results), [*fused.rounded(found, results), found[0]]
 
     return traced(call, tuple(eqn.invars), [*eqn.outvars, wide], graph, position)
 
