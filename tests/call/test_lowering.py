@@ -390,36 +390,40 @@ def test_command_buffers(algorithm, dtype, channels):
 
 @pytest.mark.parametrize("how", ["ours", "lax overridden"])
 def test_lowering_is_quick(platform, native_kernels, how):
-    """Lowering takes less than 20 ms for a new convolution, and 2 ms for one seen before.
+    """Lowering takes less than 10 times lax's time for a new convolution, 40 for one seen before.
 
-    This is the CPU time of the thread, the minimum of several runs, because the machine may be
-    busy.
+    Lax's lowering of one seen before takes 0.2 ms. Compared is the CPU time of the thread, the
+    minimum of several runs, because the machine may be busy.
     """
     x = jax.ShapeDtypeStruct((8, 28, 28, 16), np.float32)
+    lax_conv = functools.partial(
+        jax.lax.conv_general_dilated,
+        window_strides=(1, 1),
+        padding="SAME",
+        dimension_numbers=("NHWC", "HWIO", "NHWC"),
+    )
 
-    def seconds(convolutions: int, channels: int) -> float:
-        w = jax.ShapeDtypeStruct((3, 3, 16, channels), np.float32)
-        conv = jaxconv.conv
-        if how != "ours":
-            conv = functools.partial(
-                jax.lax.conv_general_dilated,
-                window_strides=(1, 1),
-                padding="SAME",
-                dimension_numbers=("NHWC", "HWIO", "NHWC"),
-            )
-        with jaxconv.override():
-            traced = jax.jit(lambda x, w: [conv(x, w) for _ in range(convolutions)]).trace(x, w)
-            start = time.thread_time()
-            traced.lower()
-            return time.thread_time() - start
+    def milliseconds(conv, override: bool) -> tuple[float, float]:
+        """Of a new convolution, and of one more that was lowered before."""
 
-    seconds(1, 1)  # loads the kernels
-    alone = min(seconds(1, channels) for channels in range(8, 13))  # five different problems
-    more = min(seconds(21, 8) for _ in range(3))
-    least = min(seconds(1, 8) for _ in range(3))
-    assert alone < 20e-3, f"{alone * 1e3:.1f} ms"
-    assert (more - least) / 20 < 2e-3, f"{(more - least) / 20 * 1e3:.2f} ms"
-    print(f"{how}: {alone * 1e3:.1f} ms, an identical one {(more - least) / 20 * 1e3:.2f} ms")
+        def lower(convolutions: int, channels: int) -> float:
+            w = jax.ShapeDtypeStruct((3, 3, 16, channels), np.float32)
+            with jaxconv.override(override):
+                traced = jax.jit(lambda x, w: [conv(x, w) for _ in range(convolutions)]).trace(x, w)
+                start = time.thread_time()
+                traced.lower()
+                return 1e3 * (time.thread_time() - start)
+
+        lower(1, 1)  # loads the kernels
+        alone = min(lower(1, channels) for channels in range(8, 13))  # five different problems
+        more, least = (min(lower(n, 8) for _ in range(3)) for n in (21, 1))
+        return alone, (more - least) / 20
+
+    unit = milliseconds(lax_conv, False)
+    found = milliseconds(jaxconv.conv if how == "ours" else lax_conv, True)
+    said = f"{how}: {found[0]:.1f} and {found[1]:.2f} ms; lax: {unit[0]:.1f} and {unit[1]:.2f} ms"
+    assert found[0] < 10 * unit[0] and found[1] < 40 * unit[1], said
+    print(said)
 
 
 @pytest.mark.parametrize("algorithm", ["xla", "im2col"])
