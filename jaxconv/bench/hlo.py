@@ -116,8 +116,8 @@ _SMALL = 1_000_000  # bytes below which a kernel takes as long as its launch
 class Kernel(NamedTuple):
     """The bytes that one kernel moves: each operand counts once, workspaces of libraries do not.
 
-    ``kind`` is the target of a custom call, or the contents of a fusion. ``computing``: whether it
-    is a convolution or a matrix product.
+    ``kind`` is the target of a custom call, also of one within a fusion, or a fusion's contents.
+    ``computing``: whether it is a convolution or a matrix product.
     """
 
     name: str
@@ -174,7 +174,10 @@ def _kind(program: Program, instruction: Instruction) -> tuple[str, bool]:
         return instruction.target, instruction.computes
     if instruction.opcode != "fusion":
         return instruction.opcode, instruction.opcode in ("convolution", "dot")
-    inside = {each.opcode for each in program.computations[instruction.called]}
+    called = program.computations[instruction.called]
+    if call := next((each for each in called if each.target), None):
+        return call.target, call.computes  # fused with slices of its operands or results
+    inside = {each.opcode for each in called}
     if inside & {"convolution", "dot"}:
         return "fusion: product", True
     words = {"scatter": "scatter", "reduce-window": "window", "reduce": "sums"}

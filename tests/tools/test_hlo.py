@@ -36,6 +36,13 @@ HloModule jit_step, is_scheduled=true, entry_computation_layout={(bf16[4,8]{1,0}
   ROOT %dot.1 = bf16[4,8]{1,0} dot(%param_0.1, %param_1.1), lhs_contracting_dims={1}
 }
 
+%dynamic-slice-fusion (param_0.2: bf16[4,8], param_1.2: f32[8]) -> f32[8] {
+  %param_0.2 = bf16[4,8]{1,0} parameter(0)
+  %param_1.2 = f32[8]{0} parameter(1)
+  %row = bf16[1,8]{1,0} slice(%param_0.2), slice={[0:1], [0:8]}
+  ROOT %ours.2 = f32[8]{0} custom-call(%row, %param_1.2), custom_call_target="jaxconv_wgrad"
+}
+
 %command_buffer (p: f32[8]) -> f32[8] {
   %p = f32[8]{0} parameter(0)
   ROOT %copy.9 = f32[8]{0:S(1)} copy(%p)
@@ -51,6 +58,7 @@ ENTRY %main.1 (x: bf16[4,8], /*index=1*/v: f32[8]) -> (f32[8], pred[4,8]) {
   %product = bf16[4,8]{1,0} fusion(%x, %w), kind=kCustom, calls=%fused_product
   %ours = (bf16[4,8]{1,0}, /*index=1*/u8[4,1]{1,0}) custom-call(%product, %v), \
 custom_call_target="jaxconv_normalise", api_version=API_VERSION_TYPED_FFI
+  %fused_call = f32[8]{0} fusion(%x, %v), kind=kCustom, calls=%dynamic-slice-fusion
   %call = f32[8]{0} call(%sums), to_apply=%command_buffer
   ROOT %tuple = (f32[8]{0}, bf16[4,8]{1,0}) tuple(%call, %product)
 }
@@ -65,6 +73,7 @@ def test_kernels_of_a_program():
         ("cublas", "__cublas$gemm", 64, 128, True),  # without the workspace
         ("product", "fusion: product", 64 + 128, 64, True),
         ("ours", "jaxconv_normalise", 64 + 32, 64 + 4, False),
+        ("fused_call", "jaxconv_wgrad", 64 + 32, 32, True),
         ("copy.9", "copy", 32, 32, False),  # in a command buffer
     ]
     assert hlo.outside(list(found.values())) == 128 + 96 + 164 + 64
