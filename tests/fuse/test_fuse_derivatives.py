@@ -312,3 +312,17 @@ def test_a_gradient_of_nan_is_dropped_where_the_program_selects():
     assert named is not None
     np.testing.assert_allclose(written.tangent(t, dt), expected, rtol=1e-6)
     np.testing.assert_allclose(written.cotangent(t, dt), expected, rtol=1e-6)
+
+
+def test_the_tangent_of_a_function_with_a_reverse_mode_rule_only():
+    """vmap asks for it: it computes tangents that JAX transposes afterwards."""
+
+    @jax.custom_vjp
+    def relu(y):
+        return jnp.maximum(y, 0)
+
+    relu.defvjp(lambda y: (relu(y), y), lambda y, g: (jnp.where(y > 0, g, 0),))
+    y, dy = jnp.array([-1.0, 0.0, 2.0]), jnp.array([3.0, 4.0, 5.0])
+    written = Written(relu, jax.typeof(y), None)
+    np.testing.assert_array_equal(written.tangent(y, dy), [0, 0, 5])
+    np.testing.assert_array_equal(written.cotangent(y, dy), [0, 0, 5])

@@ -185,7 +185,12 @@ class Written:
         if self.named is not None:
             return self._times_derivative(value, dt)
         t, rounded = (self._placed(a.astype(self.operand.dtype)) for a in (value, dt))
-        return jax.jvp(self._shaped, (t,), (rounded,))[1].astype(dt.dtype)
+        try:
+            return jax.jvp(self._shaped, (t,), (rounded,))[1].astype(dt.dtype)
+        except TypeError:
+            # The function has only a reverse-mode rule. vmap computes a tangent that JAX transposes
+            # afterwards; the function is elementwise, so that its gradient is the derivative.
+            return self.cotangent(t, jnp.ones_like(rounded)).astype(dt.dtype) * dt
 
     def _times_derivative(self, value: jax.Array, dt: jax.Array) -> jax.Array:
         """``tangent`` by the formula of ``masked_sums``, whose sums are of these rounded values."""
