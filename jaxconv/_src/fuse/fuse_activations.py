@@ -189,8 +189,8 @@ class Written:
             return jax.jvp(self._shaped, (t,), (rounded,))[1].astype(dt.dtype)
         except TypeError:
             # The function has only a reverse-mode rule. vmap computes a tangent that JAX transposes
-            # afterwards; the function is elementwise, so that its gradient is the derivative.
-            return self.cotangent(t, jnp.ones_like(rounded)).astype(dt.dtype) * dt
+            # afterwards; the function is elementwise, so that both maps are the same.
+            return self.cotangent(value, dt)
 
     def _times_derivative(self, value: jax.Array, dt: jax.Array) -> jax.Array:
         """``tangent`` by the formula of ``masked_sums``, whose sums are of these rounded values."""
