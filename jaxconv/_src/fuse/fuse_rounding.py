@@ -37,6 +37,7 @@ from jaxconv._src.conv import fused
 from jaxconv._src.fuse import fuse_layers
 from jaxconv._src.fuse.fuse_graph import Graph, is_float, traced, type_of
 from jaxconv._src.passes import activated_sums, gated, moments, normalise
+from jaxconv._src.problem.epilogue import Epilogue
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,21 +91,26 @@ def _replacements(graph: Graph) -> dict[int, list[JaxprEqn]]:
     return placed
 
 
+def _epilogue(graph: Graph, array: Var) -> Epilogue | None:
+    """The epilogue of the convolution's call whose first result an array is, or None."""
+    made = graph.producer(array)
+    if made is None or made.primitive is not fused.conv_fused_p or array is not made.outvars[0]:
+        return None
+    return made.params["epilogue"]
+
+
 def _has_statistics(graph: Graph, array: Var) -> bool:
     """Whether an array is the result of a convolution's call that also returns its statistics."""
-    made = graph.producer(array)
-    if made is None or made.primitive is not fused.conv_fused_p:
-        return False
-    return made.params["epilogue"].statistics and array is made.outvars[0]
+    epilogue = _epilogue(graph, array)
+    return epilogue is not None and epilogue.statistics
 
 
 def _has_bias(graph: Graph, array: Var) -> bool:
     """Whether an array is the sum of a convolution and a bias, from one call."""
-    made = graph.producer(array)
-    if made is None or made.primitive is not fused.conv_fused_p:
+    epilogue = _epilogue(graph, array)
+    if epilogue is None or epilogue.residual or epilogue.activation is not None:
         return False
-    epilogue = made.params["epilogue"]
-    return epilogue.bias and not epilogue.residual and epilogue.activation is None
+    return epilogue.bias
 
 
 def _expensive_gradient(reader: JaxprEqn) -> bool:
