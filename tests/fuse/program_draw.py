@@ -245,7 +245,8 @@ class Steps:
             each: self.get(f"{each}{number}", shape, "bias" if len(shape) == 1 else "matrix")
             for each, shape in shapes.items()
         }
-        return spelling_groups.SQUEEZES[name][1](y, p, self.axis).astype(y.dtype)
+        with jax.default_matmul_precision("highest"):
+            return spelling_groups.SQUEEZES[name][1](y, p, self.axis).astype(y.dtype)
 
     def mixed(self, y, number: str):
         """A dense layer: each position's channels times a matrix."""

@@ -29,7 +29,7 @@ def fuzz(gpu: bool) -> fuzz_record.Fuzz:
     if gpu:
         kernels = ("cc/core", "cc/cuda", "cc/ffi")
         return fuzz_record.Fuzz(__file__, segment=8, environment=GPU, kernels=kernels)
-    return fuzz_record.Fuzz(__file__, segment=100, environment=fuzz_record.cpu_environment())
+    return fuzz_record.Fuzz(__file__, segment=50, environment=fuzz_record.cpu_environment())
 
 
 def work(seed: int, indices: Sequence[int], options) -> dict:

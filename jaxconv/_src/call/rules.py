@@ -35,17 +35,18 @@ def tangent_of(
 
     Args:
         in_jax: the primitive in JAX operations.
-        primals: all operands.
-        tangents: the tangents of the first operands; the remaining operands have no derivative.
+        primals: the operands.
+        tangents: their tangents. A symbolic zero stays one: zero times an infinite operand would be
+            NaN.
         parameters: the primitive's parameters.
     """
-    count = len(tangents)
+    moved = [i for i, t in enumerate(tangents) if not isinstance(t, ad.Zero)]
 
     def differentiable(*operands: jax.Array) -> Any:
-        return in_jax(*operands, *primals[count:], **parameters)
+        given = dict(enumerate(primals)) | dict(zip(moved, operands, strict=True))
+        return in_jax(*given.values(), **parameters)
 
-    given = tuple(map(ad.instantiate_zeros, tangents))
-    return jax.jvp(differentiable, tuple(primals[:count]), given)[1]
+    return jax.jvp(differentiable, [primals[i] for i in moved], [tangents[i] for i in moved])[1]
 
 
 def transposed_as(in_jax: Callable[..., Sequence[Any]]) -> Callable:
@@ -54,12 +55,14 @@ def transposed_as(in_jax: Callable[..., Sequence[Any]]) -> Callable:
     def transpose(cotangents: Sequence[Any], *operands: Any, **parameters: Any) -> list[Any]:
         given = [None if ad.is_undefined_primal(o) else o for o in operands]
         types = [o.aval for o in operands if ad.is_undefined_primal(o)]
+        moved = [i for i, c in enumerate(cotangents) if not isinstance(c, ad.Zero)]
 
         def linear(*others: jax.Array) -> Sequence[Any]:
             rest = iter(others)
-            return in_jax(*(next(rest) if g is None else g for g in given), **parameters)
+            results = in_jax(*(next(rest) if g is None else g for g in given), **parameters)
+            return [results[i] for i in moved]
 
-        found = iter(jax.linear_transpose(linear, *types)([*map(ad.instantiate_zeros, cotangents)]))
+        found = iter(jax.linear_transpose(linear, *types)([cotangents[i] for i in moved]))
         return [next(found) if g is None else None for g in given]
 
     return transpose

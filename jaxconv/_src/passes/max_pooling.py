@@ -378,7 +378,7 @@ def _tangent_abstract_eval(*operands: Any, form: MaximaTangent) -> list[Any]:
 
 
 def _tangent_jvp(primals, tangents, *, form: MaximaTangent):
-    tangent = rules.tangent_of(tangent_in_jax, primals, tangents[:-1], form=form)  # but for place
+    tangent = rules.tangent_of(tangent_in_jax, primals, tangents, form=form)
     return max_pool_tangent_p.bind(*primals, form=form), tangent
 
 

@@ -381,8 +381,7 @@ def _tangent_abstract_eval(*operands: Any, form: Tangent) -> list[Any]:
 
 
 def _tangent_jvp(primals, tangents, *, form: Tangent):
-    differentiable = len(primals) - (form.source == "bits")  # bits have no derivative
-    tangent = rules.tangent_of(tangent_in_jax, primals, tangents[:differentiable], form=form)
+    tangent = rules.tangent_of(tangent_in_jax, primals, tangents, form=form)
     return normalise_tangent_p.bind(*primals, form=form), tangent
 
 
