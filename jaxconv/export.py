@@ -18,6 +18,7 @@ from jaxconv._src.passes import (
     max_pool_gradient,
     max_pooling,
     moments,
+    normalise,
     normalise_add,
 )
 from jaxconv._src.problem.spec import Op
@@ -43,6 +44,7 @@ def disabled_checks() -> list[jax.export.DisabledSafetyCheck]:
         max_pooling.TARGET,
         max_pool_gradient.TARGET,
         moments.TARGET,
+        normalise.TARGET,
         normalise_add.TARGET,
     ]
     return [jax.export.DisabledSafetyCheck.custom_call(name) for name in names]

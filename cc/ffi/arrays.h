@@ -105,6 +105,14 @@ struct NormaliseAddArrays : Arrays {
   Array result = Result("result"), bits = Result("bits");
 };
 
+// cuda/normalisation/normalise.h: vectors are (channels,) or (segments, channels).
+struct NormaliseArrays : Arrays {
+  using Arrays::Arrays;
+  Array y = Operand("y");
+  Array mean = Operand("mean"), scale = Operand("scale"), offset = Operand("offset");
+  Array z = Result("z");
+};
+
 // cuda/normalisation/masked_sums.h: arrays as above; vectors are (channels,) or (segments,
 // channels).
 struct MaskedSumsArrays : Arrays {

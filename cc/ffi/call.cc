@@ -67,6 +67,7 @@ std::vector<CallArrays> AllCalls() {
           Named<ConvArrays>("jaxconv_wgrad"),
           Named<FusedArrays>("jaxconv_fused"),
           Named<Int8Arrays>("jaxconv_int8"),
+          Named<NormaliseArrays>("jaxconv_normalise"),
           Named<NormaliseAddArrays>("jaxconv_normalise_add"),
           Named<MaskedSumsArrays>("jaxconv_masked_sums"),
           Named<MomentsArrays>("jaxconv_moments"),

@@ -16,6 +16,7 @@
 #include "cuda/normalisation/activated_sums.h"
 #include "cuda/normalisation/masked_sums.h"
 #include "cuda/normalisation/moments.h"
+#include "cuda/normalisation/normalise.h"
 #include "cuda/normalisation/normalise_add.h"
 #include "cuda/normalisation/rows.h"
 #include "cuda/passes.h"
@@ -112,6 +113,40 @@ ChannelNumbers Numbers(const Array& vector) {
   return {Floats(vector), shape.size() == 2 ? shape[1] : 0};
 }
 
+Status ReadActivation(const Attributes& attributes, Activation* activation) {
+  std::string_view name;
+  JAXCONV_RETURN_IF_ERROR(attributes.Get("activation", &name));
+  if (ParseActivation(name, activation)) return {};
+  return Mismatch("activation", "'" + std::string(name) + "' is none");
+}
+
+// Vectors that may be absent, and that may be one for each segment.
+Status CheckVectors(const RowsOfChannels& rows, std::initializer_list<Array> vectors) {
+  for (const Array& vector : vectors) {
+    JAXCONV_RETURN_IF_ERROR(
+        CheckEach({{rows.NumbersOf(vector.dimensions()), vector.present(), {vector}}}));
+  }
+  return {};
+}
+
+Status RunNormalise(const CudaContext& context, const NormaliseArrays& arrays,
+                    const Attributes& attributes) {
+  RowsOfChannels rows;
+  Normalise layer = {};
+  Gpu gpu;
+  JAXCONV_RETURN_IF_ERROR(ReadRows(arrays.y, attributes, &rows));
+  JAXCONV_RETURN_IF_ERROR(CheckVectors(rows, {arrays.mean, arrays.scale, arrays.offset}));
+  JAXCONV_RETURN_IF_ERROR(CheckEach({{rows.whole, true, {arrays.z}}}));
+  JAXCONV_RETURN_IF_ERROR(ReadActivation(attributes, &layer.activation));
+  JAXCONV_RETURN_IF_ERROR(GpuOfDevice(context.device, &gpu));
+  layer.segments = rows.segments, layer.rows = rows.rows, layer.channels = rows.channels;
+  layer.ctas = normalisation::kNormaliseCtas * gpu.sm_count;
+  layer.y = arrays.y.data(), layer.z = arrays.z.data();
+  layer.mean = Numbers(arrays.mean), layer.scale = Numbers(arrays.scale);
+  layer.offset = Numbers(arrays.offset);
+  return LaunchNormalise(rows.whole.dtype, layer, context.stream);
+}
+
 Status RunNormaliseAdd(const CudaContext& context, const NormaliseAddArrays& arrays,
                        const Attributes& attributes) {
   RowsOfChannels rows;
@@ -201,21 +236,16 @@ Status RunActivatedSums(const CudaContext& context, const ActivatedSumsArrays& a
                         const Attributes& attributes) {
   RowsOfChannels rows;
   ActivatedSums sums = {};
-  std::string_view activation, derivative = kDerivativeNames[0];
+  std::string_view derivative = kDerivativeNames[0];
   JAXCONV_RETURN_IF_ERROR(ReadRows(arrays.y, attributes, &rows));
   JAXCONV_RETURN_IF_ERROR(attributes.GetIf("derivative", &derivative));
   JAXCONV_RETURN_IF_ERROR(ParseDerivative(derivative, &sums.derivative));
   const int64_t kinds = sums.derivative == Derivative::kNone ? 1 : 3;
-  for (const Array& vector : {arrays.mean, arrays.scale, arrays.offset}) {
-    JAXCONV_RETURN_IF_ERROR(
-        CheckEach({{rows.NumbersOf(vector.dimensions()), vector.present(), {vector}}}));
-  }
+  JAXCONV_RETURN_IF_ERROR(CheckVectors(rows, {arrays.mean, arrays.scale, arrays.offset}));
   JAXCONV_RETURN_IF_ERROR(CheckEach(
       {{rows.PartsOf(arrays.sums.dimensions(), kinds, &sums.parts), true, {arrays.sums}}}));
-  JAXCONV_RETURN_IF_ERROR(attributes.Get("activation", &activation, "slope", &sums.slope));
-  if (!ParseActivation(activation, &sums.activation)) {
-    return Mismatch("activation", "'" + std::string(activation) + "' is none");
-  }
+  JAXCONV_RETURN_IF_ERROR(ReadActivation(attributes, &sums.activation));
+  JAXCONV_RETURN_IF_ERROR(attributes.Get("slope", &sums.slope));
   sums.segments = rows.segments, sums.rows = rows.rows, sums.channels = rows.channels;
   sums.y = arrays.y.data(), sums.sums = arrays.sums.data<float>();
   sums.mean = Numbers(arrays.mean), sums.scale = Numbers(arrays.scale);
@@ -404,6 +434,7 @@ std::vector<std::pair<std::string, void*>> Handlers() {
           {"jaxconv_masked_sums", kHandler<RunMaskedSums>},
           {"jaxconv_moments", kHandler<RunMoments>},
           {"jaxconv_activated_sums", kHandler<RunActivatedSums>},
+          {"jaxconv_normalise", kHandler<RunNormalise>},
           {"jaxconv_normalise_add", kHandler<RunNormaliseAdd>},
           {"jaxconv_elementwise", kHandler<RunElementwise>},
           {"jaxconv_max_pool", kHandler<RunMaxPool>},

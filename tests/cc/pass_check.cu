@@ -25,6 +25,7 @@
 #include "max_pool_cases.cuh"
 #include "moments_cases.cuh"
 #include "normalise_add_cases.cuh"
+#include "normalise_cases.cuh"
 #include "pass_test.cuh"
 
 namespace jaxconv {
@@ -40,6 +41,7 @@ constexpr Pass kPasses[] = {
     {"activated_sums", ActivatedSumsCases},
     {"elementwise", ElementwiseCases},
     {"moments", MomentsCases},
+    {"normalise", NormaliseCases},
     {"normalise_add", NormaliseAddCases},
     {"max_pool", MaxPoolCases},
     {"max_pool_gradient", MaxPoolGradientCases},

@@ -17,6 +17,7 @@ CALLS = {
     "jaxconv_wgrad": "lhs rhs -> out workspace",
     "jaxconv_fused": "x w scale bias residual -> y pre statistics workspace",
     "jaxconv_int8": "x w scale offset bias residual residual_scale -> y workspace",
+    "jaxconv_normalise": "y mean scale offset -> z",
     "jaxconv_normalise_add": "y y2 shortcut mean mean2 scale scale2 offset offset2 -> result bits",
     "jaxconv_masked_sums": (
         "gradient gradient2 result bits y y2 mean mean2 scale offset -> masked sums"

@@ -33,6 +33,7 @@ from jaxconv._src.passes import (
     max_pool_gradient,
     max_pooling,
     moments,
+    normalise,
     normalise_add,
 )
 from jaxconv._src.passes.masked_sums import Sums
@@ -74,13 +75,16 @@ def of_moments(segments: int) -> Case:
     return Case(functools.partial(moments.moments, segments=segments), "y", segments)
 
 
-def of_activated(segments: int, operands: str, derivatives: bool = False) -> Case:
+def of_silu(**changes) -> Form:
     vectors = ("mean", "scale", "offset")
     operand = jax.core.ShapedArray(SHAPE, jnp.bfloat16)
     silu = Written(jax.nn.silu, operand, "silu", named=("silu", 0.0))
-    form = Form((vectors,), False, silu, np.dtype(jnp.bfloat16))
+    return Form((vectors,), False, silu, np.dtype(jnp.bfloat16), **changes)
+
+
+def of_activated(segments: int, operands: str, derivatives: bool = False) -> Case:
     function = functools.partial(
-        activated_sums.activated_sums, form=form, segments=segments, derivatives=derivatives
+        activated_sums.activated_sums, form=of_silu(), segments=segments, derivatives=derivatives
     )
     return Case(function, operands, segments)
 
@@ -113,6 +117,10 @@ CASES = {
     "moments of pairs": of_moments(4),
     "sums of silu": of_activated(1, "yccc"),
     "sums of silu, of examples": of_activated(8, "ynnn", derivatives=True),
+    "normalised": Case(functools.partial(normalise.normalise, form=of_silu(stored=True)), "yccc"),
+    "normalised, of examples": Case(
+        functools.partial(normalise.normalise, form=of_silu(stored=True, copies=2)), "ynnn"
+    ),
     "block's end": Case(
         functools.partial(normalise_add.normalise_add, form=BlockEnd(1, None)), "yyccc"
     ),

@@ -18,6 +18,7 @@ FUNCTIONS = {
     "silu": jax.nn.silu,
     "hard_swish": jax.nn.hard_swish,
     "gelu": functools.partial(jax.nn.gelu, approximate=False),
+    "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True),
     "sigmoid": jax.nn.sigmoid,
     "tanh": jnp.tanh,
     "leaky_relu": functools.partial(jax.nn.leaky_relu, negative_slope=0.25),

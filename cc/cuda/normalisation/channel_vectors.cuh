@@ -4,6 +4,7 @@
 
 #include <cuda_runtime.h>
 
+#include <algorithm>
 #include <cstdint>
 
 #include "cuda/common/element.cuh"
@@ -126,6 +127,22 @@ Status LaunchSumOfRows(const char* name, const Sums& p, void* stream) {
   LaunchConfig config;
   config.threads = kPassThreads;
   config.grid = dim3(static_cast<unsigned>(of.slices * p.segments), static_cast<unsigned>(p.parts));
+  return Launch<kKernel>(name, config, stream, p, static_cast<int>(of.slices), of.lanes, of.steps);
+}
+
+// Launches a kernel that computes each row by itself: about `p.ctas` CTAs, in blockIdx.x a segment
+// and slice of channels, in blockIdx.y every gridDim.y-th block of `unroll` rows a thread.
+template <auto kKernel, class Pass>
+Status LaunchRowByRow(const char* name, const Pass& p, int64_t segments, int unroll, void* stream) {
+  constexpr int64_t kMaxGrid = 65535;
+  const ChannelThreads of(p.channels);
+  const int64_t rows_of_block = unroll * of.steps;
+  const int64_t blocks = (p.rows + rows_of_block - 1) / rows_of_block;
+  const int64_t most = std::max<int64_t>(p.ctas / (of.slices * segments), 1);
+  LaunchConfig config;
+  config.threads = kPassThreads;
+  config.grid = dim3(static_cast<unsigned>(of.slices * segments),
+                     static_cast<unsigned>(std::min({blocks, most, kMaxGrid})));
   return Launch<kKernel>(name, config, stream, p, static_cast<int>(of.slices), of.lanes, of.steps);
 }
 

@@ -202,6 +202,7 @@ Status LaunchSums(const MaskedSums& p, void* stream) {
 
 #define JAXCONV_OF_activated_sums(...)
 #define JAXCONV_OF_moments(...)
+#define JAXCONV_OF_normalise(...)
 #define JAXCONV_OF_normalise_add(...)
 #define PASS(pass, types, variant, form) JAXCONV_OF_##pass(types, variant, JAXCONV_PASS_UNPACK form)
 #define JAXCONV_OF_masked_sums(types, variant, ...) \

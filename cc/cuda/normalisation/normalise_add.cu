@@ -1,7 +1,5 @@
 #include <cuda_runtime.h>
 
-#include <algorithm>
-
 #include "cuda/common/launch.cuh"
 #include "cuda/normalisation/channel_vectors.cuh"
 #include "cuda/normalisation/normalise_add.h"
@@ -15,7 +13,6 @@ constexpr int kVector = kChannelsOfThread;
 // Rows that a thread loads at a time from two arrays.
 template <typename T>
 constexpr int kUnroll = kRowsInFlight<2 * kVector * sizeof(T)>;
-constexpr int64_t kMaxGrid = 65535;
 
 // The normalisation of a thread's channels.
 template <typename T>
@@ -52,7 +49,7 @@ struct AddForm {
 // result is written last.
 template <class Tag>
 __global__ void __launch_bounds__(kPassThreads, 2)
-    NormaliseAndAdd(const NormaliseAdd p, int lanes, int steps) {
+    NormaliseAndAdd(const NormaliseAdd p, int /*slices*/, int lanes, int steps) {
   using T = typename Tag::Element;
   constexpr int kArrays = Tag::kArrays;
   constexpr bool kBounded = Tag::kBounded;
@@ -110,20 +107,14 @@ __global__ void __launch_bounds__(kPassThreads, 2)
 
 template <class Tag>
 Status LaunchAdd(const NormaliseAdd& p, void* stream) {
-  const ChannelThreads of(p.channels);
-  const int64_t rows_of_block = kUnroll<typename Tag::Element> * of.steps;
-  const int64_t blocks = (p.rows + rows_of_block - 1) / rows_of_block;
-  const int64_t most = std::min(std::max<int64_t>(p.ctas / of.slices, 1), kMaxGrid);
-  LaunchConfig config;
-  config.threads = kPassThreads;
-  config.grid =
-      dim3(static_cast<unsigned>(of.slices), static_cast<unsigned>(std::min(blocks, most)));
-  return Launch<NormaliseAndAdd<Tag>>("normalise_add", config, stream, p, of.lanes, of.steps);
+  return LaunchRowByRow<NormaliseAndAdd<Tag>>("normalise_add", p, 1,
+                                              kUnroll<typename Tag::Element>, stream);
 }
 
 #define JAXCONV_OF_activated_sums(...)
 #define JAXCONV_OF_masked_sums(...)
 #define JAXCONV_OF_moments(...)
+#define JAXCONV_OF_normalise(...)
 #define PASS(pass, types, variant, form) JAXCONV_OF_##pass(types, variant, JAXCONV_PASS_UNPACK form)
 #define JAXCONV_OF_normalise_add(types, variant, ...) \
   JAXCONV_PASS_TYPES_##types(JAXCONV_PASS_TAG, normalise_add, variant, AddForm, __VA_ARGS__)

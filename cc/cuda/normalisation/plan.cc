@@ -16,6 +16,9 @@ namespace {
 constexpr int64_t kCtas = 264, kCtasOfSegments = 4 * kCtas;
 // The fewest rows that each thread adds.
 constexpr int64_t kLeastRows = 8;
+// The fewest elements for `normalise`. XLA computes vectors in the pass itself; for a call it stores
+// them, which takes one or two launches of 2 us each, about the time that the call saves.
+constexpr int64_t kLeastNormalised = 4'000'000;
 // The largest grid extents along y and x.
 constexpr int64_t kMaxParts = 65535, kMaxSlices = (int64_t{1} << 31) - 1;
 
@@ -23,9 +26,9 @@ constexpr int64_t kMaxParts = 65535, kMaxSlices = (int64_t{1} << 31) - 1;
 
 ChannelThreads::ChannelThreads(int64_t channels) {
   const int64_t vectors = std::max<int64_t>(channels / kChannelsOfThread, 1);
-  lanes = static_cast<int>(std::min<int64_t>(vectors, kMaxLanes));
+  slices = CeilDiv(vectors, int64_t{kMaxLanes});
+  lanes = static_cast<int>(CeilDiv(vectors, slices));  // slices of equal size leave few lanes idle
   steps = kPassThreads / lanes;
-  slices = (vectors + lanes - 1) / lanes;
 }
 
 int64_t PartsOfRows(int64_t segments, int64_t rows, int64_t channels) {
@@ -104,6 +107,16 @@ Status CheckActivation(std::string_view name, std::string_view of_derivative) {
 
 }  // namespace
 
+Status CheckExponential(Activation activation) {
+  for (const Activation each : {Activation::kGelu, Activation::kGeluTanh, Activation::kSilu,
+                                Activation::kSigmoid, Activation::kTanh}) {
+    if (activation == each) return {};
+  }
+  return Status::Unimplemented("XLA's pass is as fast: '" +
+                               std::string(kActivationNames[static_cast<int>(activation)]) +
+                               "' takes no exponential");
+}
+
 const std::vector<PassKernel>& Kernels() {
   static const std::vector<PassKernel> kernels = {
 #define JAXCONV_PASS_FAMILY "normalisation"
@@ -126,6 +139,7 @@ Status PlanOf(const PassKey& key, const Gpu& gpu, PassPlan* plan) {
   const int64_t segments = key.Number('s', 1), rows = key.Number('r', 0);
   const int64_t channels = key.Number('c', 0);
   const bool wide = key.dtype() == DType::kF32, adds = key.pass() == "normalise_add";
+  const bool normalises = key.pass() == "normalise";
   Form form;
   if (key.pass() == "masked_sums") {
     JAXCONV_RETURN_IF_ERROR(FormOfSums(key, &form));
@@ -133,11 +147,20 @@ Status PlanOf(const PassKey& key, const Gpu& gpu, PassPlan* plan) {
     form = {{static_cast<int>(key.Number('y', 1)), key.Has("bounded")}, 3, true};
   } else {
     const std::string_view derivative = key.Behind("derivative:");
-    if (key.pass() == "activated_sums") {
+    if (key.pass() == "activated_sums" || normalises) {
       JAXCONV_RETURN_IF_ERROR(CheckActivation(key.Behind("activation:"), derivative));
     }
+    if (normalises) {
+      Activation activation = Activation::kNone;
+      ParseActivation(key.Behind("activation:"), &activation);
+      JAXCONV_RETURN_IF_ERROR(CheckExponential(activation));
+      if (wide) return Status::Unimplemented("XLA's pass over float32 arrays is as fast");
+      if (segments * rows * channels < kLeastNormalised) {
+        return Status::Unimplemented("XLA's pass over few elements is as fast");
+      }
+    }
     const bool derivatives = !derivative.empty();
-    form = {{RowsOfThread(key.pass(), key.dtype(), derivatives), derivatives}, 1, false};
+    form = {{RowsOfThread(key.pass(), key.dtype(), derivatives), derivatives}, 1 + normalises};
   }
   JAXCONV_RETURN_IF_ERROR(CheckCut(segments, rows, channels, 1));
   const PassKernel* const kernel = FindForm(Kernels(), key.pass(), key.dtype(), form.form);
@@ -154,7 +177,8 @@ Status PlanOf(const PassKey& key, const Gpu& gpu, PassPlan* plan) {
   cost.bytes =
       elements * (static_cast<double>(form.arrays) * ByteWidth(wide ? DType::kF32 : DType::kBF16) +
                   static_cast<double>(form.bits) / CHAR_BIT);
-  if (adds) {
+  if (adds || normalises) {
+    if (normalises) cost.ctas_of_sm = kNormaliseCtas;
     cost.ctas = cost.ctas_of_sm * gpu.sm_count;
   } else {
     plan->parts = PartsOfRows(segments, rows, channels);

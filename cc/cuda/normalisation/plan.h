@@ -7,6 +7,7 @@
 #include <string_view>
 #include <vector>
 
+#include "core/epilogue.h"
 #include "core/status.h"
 #include "cuda/common/gpu.h"
 #include "cuda/common/pass.h"
@@ -57,11 +58,18 @@ namespace normalisation {
 
 const std::vector<PassKernel>& Kernels();
 
-// Rows that a thread of `moments` or `activated_sums` loads at a time, the latter perhaps with
-// sums of derivatives; 0 for a type that it does not accept.
+// Rows that a thread of `moments`, `activated_sums` or `normalise` loads at a time, the second
+// perhaps with sums of derivatives; 0 for a type that it does not accept.
 int RowsOfThread(std::string_view pass, DType dtype, bool derivatives = false);
 
-// Plans masked_sums, activated_sums, moments and normalise_add. Words of the key: "s", segments;
+// CTAs of `normalise` on an SM: 48 KB of loads in flight.
+inline constexpr int kNormaliseCtas = 3;
+
+// Unimplemented unless the activation takes an exponential: an XLA pass computes the others as fast
+// as DRAM allows.
+Status CheckExponential(Activation activation);
+
+// Plans masked_sums, activated_sums, moments, normalise and normalise_add. Words of the key: "s", segments;
 // "r", rows of a segment; "c", channels; "g" and "y", the numbers of gradients and arrays;
 // "result", "affine" or "bits", the source of the mask; "activation:" and a name; "values", the sum
 // with the activation's value; "derivative:" and the name of the activation's derivative; "stores";

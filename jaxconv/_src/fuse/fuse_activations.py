@@ -21,6 +21,7 @@ from jaxconv._src import compat
 from jaxconv._src.fuse import fuse_derivatives
 from jaxconv._src.fuse.fuse_graph import Graph, live, type_of
 from jaxconv._src.passes import derivatives
+from jaxconv._src.problem import epilogue
 from jaxconv._src.sharding import explicit_mesh
 
 # A name of ``epilogue.ACTIVATIONS``, or the name and a slope.
@@ -140,8 +141,15 @@ class Written:
         return self.mask is not None and self.activation is not None
 
     def value(self, t: jax.Array) -> jax.Array:
-        """The activation of t, elementwise; t has any shape and dtype."""
-        return self._shaped(self._placed(t.astype(self.operand.dtype)))
+        """The activation of t, elementwise; t has any shape and dtype.
+
+        The program's operations have shapes as parameters; a device's part of the operand is
+        computed by the activation's name.
+        """
+        t = t.astype(self.operand.dtype)
+        if t.size < self.operand.size and self.activation is not None:
+            return epilogue.activate(t, *epilogue.parse_activation(self.activation))
+        return self._shaped(self._placed(t))
 
     def _placed(self, array: jax.Array) -> jax.Array:
         """An operand or a gradient, resharded on an explicit mesh as the program's operand.

@@ -59,7 +59,10 @@ def key(
     form: Form, shape: tuple[int, ...], dtype: np.dtype, segments: int, derivatives: bool = False
 ) -> str | None:
     """The key of the pass, or None if no call expresses it."""
-    named, differentiated = _activation(form), normalise.derivative_with_value(form.activation)
+    named, differentiated = (
+        normalise.named_activation(form),
+        normalise.derivative_with_value(form.activation),
+    )
     if named is None or form.summands != 1 or form.dtype != dtype:
         return None
     words = [f"activation:{named[0]}"]
@@ -68,14 +71,6 @@ def key(
             return None
         words.append(f"derivative:{differentiated[0]}")
     return key_of_rows("activated_sums", shape, dtype, segments, words)
-
-
-def _activation(form: Form) -> tuple[str, float] | None:
-    """The activation's name in ``epilogue.ACTIVATIONS`` and its slope, or None."""
-    if form.activation is None or form.activation.activation is None:
-        return None
-    name, slope = epilogue.parse_activation(form.activation.activation)
-    return None if name is None else (name, slope)
 
 
 def accepts(form: Form, shape: tuple[int, ...], dtype: np.dtype, segments: int) -> bool:
@@ -107,7 +102,7 @@ def in_jax(*operands: jax.Array, form: Form, segments: int, derivatives: bool) -
     another shape than the program's activation.
     """
     named = dict(zip(form.names, operands, strict=True))
-    u, by_name = normalise.operand(named, form), _activation(form)
+    u, by_name = normalise.operand(named, form), normalise.named_activation(form)
     assert form.activation is not None, "an activation"
     z = form.activation.value(u) if by_name is None else epilogue.activate(u, *by_name)
     terms = [z.astype(np.float32)]
@@ -208,7 +203,10 @@ def _lower(platform: str, ctx, *operands, form: Form, segments: int, derivatives
         by_part = ShapedArray((*leading, plan.parts, split.rows, y.shape[-1]), np.dtype(np.float32))
         names = [name.rstrip("0") for name in form.names]
         given = dict(zip(names, zip(operands, ctx.avals_in, strict=True), strict=True))
-        named, of_call = _activation(form), normalise.derivative_with_value(form.activation)
+        named, of_call = (
+            normalise.named_activation(form),
+            normalise.derivative_with_value(form.activation),
+        )
         assert named is not None, "a plan of a pass with an activation"
         attributes: dict[str, Any] = dict(activation=named[0], slope=np.float32(named[1]))
         # Exported programs of earlier versions lack the following ones.

@@ -7,10 +7,13 @@ row per example,
     t   = n_0, or n_0 + n_1, or n_0 + shortcut       summands rounded as y_0
     z   = activation(t)
 
-in float32. The forward pass consists of JAX operations, which XLA fuses. The purpose of the
-primitive is its derivative: if the gradients of z are stored, one call of ``masked_sums`` computes
-all sums of the backward pass, including the activation's derivative, and reads the gradients and
-y_i once.
+in float32. The main purpose of the primitive is its derivative: if the gradients of z are stored,
+one call of ``masked_sums`` computes all sums of the backward pass, including the activation's
+derivative, and reads the gradients and y_i once.
+
+The forward pass consists of JAX operations, which XLA fuses, except for one array of 16 bits whose
+activation has an exponential. Then XLA's pass takes longer than its memory traffic, and on NVIDIA
+GPUs one kernel computes z if z is stored.
 
 z may be returned several times, once for each reader, so that the call of ``masked_sums`` adds the
 readers' gradients. If a shortcut is added and the derivative of the activation is a mask, the
@@ -33,12 +36,15 @@ from jax.interpreters import ad, mlir
 
 from jaxconv._src import compat
 from jaxconv._src.call import rules
+from jaxconv._src.library import custom_call, native
 from jaxconv._src.passes import masked_sums, normalise_add
 from jaxconv._src.passes.derivatives import VALUES
-from jaxconv._src.passes.masked_sums import MaskedBy, Sums
+from jaxconv._src.passes.masked_sums import MaskedBy, Sums, key_of_rows
 from jaxconv._src.passes.normalise_add import BlockEnd
 from jaxconv._src.problem import epilogue
 from jaxconv._src.sharding import explicit_mesh
+from jaxconv._src.sharding.partition import Tensors
+from jaxconv._src.sharding.split_pass import Dimensions, SplitPass
 
 # The vectors of a summand, in the order of the operands.
 VECTORS = ("mean", "scale", "offset")
@@ -282,10 +288,74 @@ def _by_kernel(*operands: jax.Array, form: Form) -> list[jax.Array]:
     return [z] * form.copies + [bits]
 
 
+def named_activation(form: Form) -> tuple[str, float] | None:
+    """The activation's name in ``epilogue.ACTIVATIONS`` and its slope, or None."""
+    if form.activation is None or form.activation.activation is None:
+        return None
+    name, slope = epilogue.parse_activation(form.activation.activation)
+    return None if name is None else (name, slope)
+
+
+def key(form: Form, *operands: Any) -> str | None:
+    """The key of the pass that computes z for operands of these types, or None.
+
+    XLA fuses a z that is not stored with the operations that read it.
+    """
+    y, *vectors = operands
+    named = named_activation(form)
+    if named is None or not form.stored or form.summands != 1 or form.bits or form.dtype != y.dtype:
+        return None
+    return key_of_rows(
+        "normalise", y.shape, y.dtype, _segments(y, vectors), [f"activation:{named[0]}"]
+    )
+
+
+def _segments(y: Any, vectors: Sequence[Any]) -> int:
+    return y.shape[0] if any(v.ndim == 2 for v in vectors) else 1
+
+
+@dataclasses.dataclass(frozen=True)
+class _Normalise(SplitPass):
+    """The partition of one array over devices."""
+
+    form: Form
+
+    primitive = normalise_p
+
+    def tensors(self, *shapes: Sequence[int]) -> Tensors:
+        y, *vectors = shapes
+        dims = Dimensions(tuple(y), y[0] if any(len(v) == 2 for v in vectors) else 1)
+        named = zip(self.form.names[1:], vectors, strict=True)
+        operands = [dims.array("y"), *(dims.vector(f"{name}_", of) for name, of in named)]
+        return operands, [dims.array(f"z{i}_") for i in range(self.form.copies)]
+
+
 def _lower(platform: str, ctx, *operands, form: Form):
+    """Lowers to one custom call, or to JAX operations."""
     if form.bits and _writes_bits(form, ctx.avals_in):
         return mlir.lower_fun(_by_kernel, multiple_results=True)(ctx, *operands, form=form)
-    return _lower_in_jax(ctx, *operands, form=form)
+    y, *vectors = ctx.avals_in
+
+    def by_kernel(_: native.PassPlan) -> list[Any]:
+        named, segments = named_activation(form), _segments(y, vectors)
+        assert named is not None, "the activation of the key"
+        attributes: dict[str, Any] = {"segments": np.int64(segments)} if segments > 1 else {}
+        found = custom_call.lowered(
+            ctx,
+            platform,
+            TARGET,
+            {n[:-1]: o for n, *o in zip(form.names, operands, ctx.avals_in, strict=True)},
+            {"z": ctx.avals_out[0]},
+            activation=named[0],
+            **attributes,
+        )
+        return [found["z"]] * form.copies
+
+    in_jax_of_form = functools.partial(_lower_in_jax, form=form)
+    asked = key(form, *ctx.avals_in)
+    return rules.lowered_pass(
+        platform, ctx, operands, asked, by_kernel, in_jax_of_form, _Normalise(form)
+    )
 
 
 _lower_in_jax = mlir.lower_fun(in_jax, multiple_results=True)

@@ -45,7 +45,7 @@ class Kernel:
         name: the instance, ``<op>_<family>_<dtype>_<tile>_<form>``; CPU kernels have no tile.
         platform: "cpu" or "cuda".
         op: "fprop", "dgrad" or "wgrad"; for kernels of passes, which ``fuse`` calls, "masked_sums",
-            "activated_sums", "moments", "normalise_add", "elementwise", "max_pool" or
+            "activated_sums", "moments", "normalise", "normalise_add", "elementwise", "max_pool" or
             "max_pool_gradient".
         family: its kernel family, which ``algorithm`` also accepts.
         dtype: the dtype of its operands, as in the name: "f32", "bf16", "f16", "s8", "u8".
