@@ -6,6 +6,7 @@ activation, where spellings of one function differ, and next to them.
 
 from __future__ import annotations
 
+import functools
 import gc
 
 import jax
@@ -300,6 +301,24 @@ def test_results_that_are_no_arrays_pass():
     assert (
         result["name"] == "layer" and result["none"] is None and result["y"].shape == (1, 3, 3, 1)
     )
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize(
+    "name, function",
+    [
+        ("gelu", functools.partial(jax.nn.gelu, approximate=False)),
+        ("gelu_tanh", functools.partial(jax.nn.gelu, approximate=True)),
+        ("silu", jax.nn.silu),
+        ("sigmoid", jax.nn.sigmoid),
+        ("tanh", jnp.tanh),
+        ("hard_swish", jax.nn.hard_swish),
+    ],
+)
+def test_activations_are_told_apart(name, function, dtype):
+    """Both forms of gelu differ by less than a 16-bit rounding of 1."""
+    _, named, activation = fuse_derivatives.known(function, jax.core.ShapedArray((4,), dtype))
+    assert activation == name and named is not None and named[0] == name
 
 
 def test_a_gradient_of_nan_is_dropped_where_the_program_selects():

@@ -8,6 +8,7 @@ import json
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import program_fuzz
 import program_judge
 import pytest
@@ -19,6 +20,7 @@ from program_draw import (
     Conv,
     Layer,
     Program,
+    arrays,
     draw,
     parts_of,
 )
@@ -136,6 +138,16 @@ def test_gradients_that_vanish_in_16_bits_are_seen(monkeypatch):
 
     monkeypatch.setattr(program_judge, "run", vanishing)
     assert complaint(program)
+
+
+def test_a_constant_factor_of_an_infinite_operand_has_no_tangent():
+    """Zero times infinity is NaN, so a tangent that is zero stays a symbolic one."""
+    layers = (Layer(Conv(1, window=1), ("y @ w", "y + bias", "2 sigmoid(2 y) - 1")),)
+    program = Program(
+        1, 1, "float32", "special", "NHWC", (1, 3, 1), layers, "jvp of jvp", constants=True
+    )
+    assert np.isinf(arrays(program)[1]).any()
+    assert not program_judge.judge(program)[0]
 
 
 def test_a_program_that_fails_is_shrunk(monkeypatch):

@@ -17,8 +17,8 @@
 namespace jaxconv {
 
 struct Normalise {
-  int64_t segments, rows, channels;    // rows of a segment
-  int64_t ctas;                        // about as many as are resident
+  int64_t segments, rows, channels;  // rows of a segment
+  int64_t ctas;                      // about as many as are resident
   const void* y;
   ChannelNumbers mean, scale, offset;  // each may be null
   Activation activation;               // one of CheckExponential

@@ -107,8 +107,8 @@ __global__ void __launch_bounds__(kPassThreads, 2)
 
 template <class Tag>
 Status LaunchAdd(const NormaliseAdd& p, void* stream) {
-  return LaunchRowByRow<NormaliseAndAdd<Tag>>("normalise_add", p, 1,
-                                              kUnroll<typename Tag::Element>, stream);
+  return LaunchRowByRow<NormaliseAndAdd<Tag>>("normalise_add", p, 1, kUnroll<typename Tag::Element>,
+                                              stream);
 }
 
 #define JAXCONV_OF_activated_sums(...)
