@@ -21,6 +21,7 @@
 #include "cuda/normalisation/activated_sums.h"
 #include "cuda/normalisation/masked_sums.h"
 #include "cuda/normalisation/moments.h"
+#include "cuda/normalisation/normalise.h"
 #include "cuda/normalisation/normalise_add.h"
 #include "cuda/normalisation/plan.h"
 #include "cuda/passes.h"
@@ -113,6 +114,19 @@ LaunchOnStream ActivatedOf(const PassKey& key, const PassPlan& plan, Arrays* arr
   return [=](void* stream) { return LaunchActivatedSums(dtype, p, stream); };
 }
 
+LaunchOnStream NormaliseOf(const PassKey& key, const Gpu& gpu, Arrays* arrays) {
+  Normalise p = {};
+  p.segments = key.Number('s', 1), p.rows = key.Number('r', 1), p.channels = key.Number('c', 8);
+  p.ctas = normalisation::kNormaliseCtas * gpu.sm_count;
+  const int64_t count = p.segments * p.rows * p.channels;
+  const DType dtype = key.dtype();
+  p.y = arrays->Of(count, dtype), p.z = arrays->Of(count, dtype);
+  p.mean = {arrays->Numbers(p.channels), 0}, p.scale = {arrays->Numbers(p.channels), 0};
+  p.offset = {arrays->Numbers(p.channels), 0};
+  ParseActivation(key.Behind("activation:"), &p.activation);
+  return [=](void* stream) { return LaunchNormalise(dtype, p, stream); };
+}
+
 LaunchOnStream AddOf(const PassKey& key, const Gpu& gpu, Arrays* arrays) {
   NormaliseAdd p = {};
   p.rows = key.Number('r', 1), p.channels = key.Number('c', 8), p.ctas = 2 * gpu.sm_count;
@@ -186,6 +200,7 @@ LaunchOnStream LaunchOf(const PassKey& key, const PassPlan& plan, const Gpu& gpu
   if (key.pass() == "activated_sums") return ActivatedOf(key, plan, arrays);
   if (key.pass() == "elementwise") return ElementwiseOf(key, arrays);
   if (key.pass() == "moments") return MomentsOf(key, plan, arrays);
+  if (key.pass() == "normalise") return NormaliseOf(key, gpu, arrays);
   if (key.pass() == "normalise_add") return AddOf(key, gpu, arrays);
   return PoolOf(key, gpu, arrays);
 }

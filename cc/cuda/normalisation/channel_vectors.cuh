@@ -135,7 +135,7 @@ Status LaunchSumOfRows(const char* name, const Sums& p, void* stream) {
 template <auto kKernel, class Pass>
 Status LaunchRowByRow(const char* name, const Pass& p, int64_t segments, int unroll, void* stream) {
   constexpr int64_t kMaxGrid = 65535;
-  const ChannelThreads of(p.channels);
+  const ChannelThreads of = ChannelThreads::Even(p.channels);
   const int64_t rows_of_block = unroll * of.steps;
   const int64_t blocks = (p.rows + rows_of_block - 1) / rows_of_block;
   const int64_t most = std::max<int64_t>(p.ctas / (of.slices * segments), 1);

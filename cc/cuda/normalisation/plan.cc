@@ -26,9 +26,17 @@ constexpr int64_t kMaxParts = 65535, kMaxSlices = (int64_t{1} << 31) - 1;
 
 ChannelThreads::ChannelThreads(int64_t channels) {
   const int64_t vectors = std::max<int64_t>(channels / kChannelsOfThread, 1);
-  slices = CeilDiv(vectors, int64_t{kMaxLanes});
-  lanes = static_cast<int>(CeilDiv(vectors, slices));  // slices of equal size leave few lanes idle
+  lanes = static_cast<int>(std::min<int64_t>(vectors, kMaxLanes));
   steps = kPassThreads / lanes;
+  slices = (vectors + lanes - 1) / lanes;
+}
+
+ChannelThreads ChannelThreads::Even(int64_t channels) {
+  ChannelThreads even(channels);
+  const int64_t vectors = std::max<int64_t>(channels / kChannelsOfThread, 1);
+  even.lanes = static_cast<int>(CeilDiv(vectors, even.slices));
+  even.steps = kPassThreads / even.lanes;
+  return even;
 }
 
 int64_t PartsOfRows(int64_t segments, int64_t rows, int64_t channels) {

@@ -36,6 +36,9 @@ inline constexpr int kRowsInFlight = kBytes <= 16   ? 8
 // The assignment of channels and rows to the threads of a CTA.
 struct ChannelThreads {
   explicit ChannelThreads(int64_t channels);
+  // Slices of equal size, so that few threads of the last one are idle. Sums keep the division above:
+  // exported programs hold its number of parts and of their rows.
+  static ChannelThreads Even(int64_t channels);
 
   int lanes, steps;  // vectors of channels, and rows, of a CTA
   int64_t slices;    // of `lanes` vectors of channels

@@ -39,7 +39,7 @@ from jaxconv._src.call import rules
 from jaxconv._src.library import custom_call, native
 from jaxconv._src.passes import masked_sums, normalise_add
 from jaxconv._src.passes.derivatives import VALUES
-from jaxconv._src.passes.masked_sums import MaskedBy, Sums, key_of_rows
+from jaxconv._src.passes.masked_sums import MaskedBy, Sums, accepts_rows, key_of_rows
 from jaxconv._src.passes.normalise_add import BlockEnd
 from jaxconv._src.problem import epilogue
 from jaxconv._src.sharding import explicit_mesh
@@ -353,6 +353,8 @@ def _lower(platform: str, ctx, *operands, form: Form):
 
     in_jax_of_form = functools.partial(_lower_in_jax, form=form)
     asked = key(form, *ctx.avals_in)
+    if platform == "cuda" and not accepts_rows(asked, y.shape, otherwise=False):
+        return in_jax_of_form(ctx, *operands)  # without a row in ``explain``: XLA is as fast
     return rules.lowered_pass(
         platform, ctx, operands, asked, by_kernel, in_jax_of_form, _Normalise(form)
     )
