@@ -240,6 +240,15 @@ def native_kernels(platform) -> native.Platform:
 
 
 @pytest.fixture
+def registered_cuda_kernels() -> native.Platform:
+    """The CUDA kernels, known to XLA; for tests with a GPU that trace no primitive of jaxconv."""
+    kernels = native.load("cuda")
+    if isinstance(kernels, native.Refusal):
+        pytest.fail(f"no cuda kernels: {kernels.reason}")
+    return kernels
+
+
+@pytest.fixture
 def native_int8_kernels(platform, native_kernels) -> native.Platform:
     """The same, on a platform whose kernels compute 8-bit convolutions."""
     if platform == "cpu":

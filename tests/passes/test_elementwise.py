@@ -124,7 +124,7 @@ def test_kernel_of_the_most_results():
         ([1, 0, 0], [0, 0, 0]),
     ],
 )
-def test_functions_that_the_handler_refuses(functions, results):
+def test_functions_that_the_handler_refuses(functions, results, registered_cuda_kernels):
     call = jax.ffi.ffi_call(elementwise.TARGET, [jax.ShapeDtypeStruct((4,), BF16)])
     attributes = dict(
         functions=np.asarray(functions, np.int64), results=np.asarray(results, np.int64)

@@ -325,7 +325,7 @@ def test_kernel(name, shape, segments):
         (8, lambda a: jnp.ones(8), "scale: expected no elements"),
     ],
 )
-def test_a_handler_names_the_buffer_that_does_not_match(at, change, said):
+def test_a_handler_names_the_buffer_that_does_not_match(at, change, said, registered_cuda_kernels):
     none = jnp.zeros(0)
     array, vector = jnp.ones((4, 8), jnp.bfloat16), jnp.ones(8)
     given = [array, array, array, none, array, none, vector, none, none, none]

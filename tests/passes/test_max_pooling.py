@@ -373,7 +373,7 @@ def test_kernels(name, dtype, affine):
         (1, lambda a: jnp.ones(8), "scale: expected shape"),
     ],
 )
-def test_a_handler_names_the_buffer_that_does_not_match(at, change, said):
+def test_a_handler_names_the_buffer_that_does_not_match(at, change, said, registered_cuda_kernels):
     given = [jnp.ones((2, 4, 4, 8), jnp.bfloat16), *[jnp.zeros(0)] * 3]
     given[at] = change(given[at])
     pooled = jax.ShapeDtypeStruct((2, 2, 2, 8), jnp.bfloat16)

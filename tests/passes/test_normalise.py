@@ -131,3 +131,20 @@ def test_kernel_without_vectors():
     for z in function(y):
         expected = np.asarray(jax.nn.silu(y.astype(np.float32)))
         np.testing.assert_allclose(np.asarray(z, np.float32), expected, rtol=2**-8 + 1e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "at, change, said",
+    [
+        (0, lambda a: a.astype(np.int32), "y: expected dtype"),
+        (1, lambda a: a[:-1], "mean: expected shape"),
+        (2, lambda a: jnp.ones((3, 8)), "scale: expected shape"),
+    ],
+)
+def test_a_handler_names_the_buffer_that_does_not_match(at, change, said, registered_cuda_kernels):
+    given = [jnp.ones((4, 5, 8), jnp.bfloat16), *[jnp.ones(8)] * 3]
+    given[at] = change(given[at])
+    call = jax.ffi.ffi_call(normalise.TARGET, jax.ShapeDtypeStruct((4, 5, 8), jnp.bfloat16))
+    with pytest.raises(Exception, match=said):
+        jax.block_until_ready(jax.jit(lambda *a: call(*a, activation="silu"))(*given))

@@ -190,7 +190,7 @@ def test_kernel(name, shape):
         (6, lambda a: jnp.ones(8), "scale2: expected no elements"),
     ],
 )
-def test_a_handler_names_the_buffer_that_does_not_match(at, change, said):
+def test_a_handler_names_the_buffer_that_does_not_match(at, change, said, registered_cuda_kernels):
     none = jnp.zeros(0)
     array, vector = jnp.ones((4, 8), jnp.bfloat16), jnp.ones(8)
     given = [array, none, array, vector, none, vector, none, vector, none]
