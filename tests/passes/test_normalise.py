@@ -14,12 +14,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from activated_forms import form
+from jax import lax
 
+import jaxconv
 from jaxconv._src.call import rules
 from jaxconv._src.passes import normalise
 from jaxconv._src.passes.normalise import Form
 from jaxconv._src.problem import epilogue
 
+NHWC = ("NHWC", "HWIO", "NHWC")
 EXPONENTIAL = ("silu", "sigmoid", "gelu", "gelu_tanh", "tanh")
 
 # At least four million elements: several slices of channels, rows that fill no block.
@@ -131,6 +134,36 @@ def test_kernel_without_vectors():
     for z in function(y):
         expected = np.asarray(jax.nn.silu(y.astype(np.float32)))
         np.testing.assert_allclose(np.asarray(z, np.float32), expected, rtol=2**-8 + 1e-4)
+
+
+def layers(w, x):
+    """Two convolutions with a batch norm and silu between them."""
+    y = lax.conv_general_dilated(x, w[0], (1, 1), "SAME", dimension_numbers=NHWC)
+    wide = y.astype(np.float32)
+    mean, variance = wide.mean((0, 1, 2)), wide.var((0, 1, 2))
+    z = jax.nn.silu((wide - mean) * lax.rsqrt(variance + 1e-3) * w[1] + w[2]).astype(x.dtype)
+    return lax.conv_general_dilated(z, w[0], (1, 1), "SAME", dimension_numbers=NHWC)
+
+
+@pytest.mark.gpu
+def test_fuse_calls_the_kernel():
+    """Values and gradients are lax's up to the roundings of bfloat16."""
+    keys = jax.random.split(jax.random.key(0), 4)
+    filters = jax.random.normal(keys[0], (3, 3, 64, 64), jnp.bfloat16) / 24
+    w = [filters, *(1 + jax.random.normal(k, (64,)) / 4 for k in keys[1:3])]
+    x = jax.random.normal(keys[3], (32, 56, 56, 64), jnp.bfloat16)
+
+    def loss(w, x):
+        return (layers(w, x).astype(np.float32) ** 2).mean()
+
+    fused = jax.jit(jaxconv.value_and_grad(loss))
+    assert 'custom_call_target="jaxconv_normalise"' in fused.lower(w, x).compile().as_text()
+    value, gradient = fused(w, x)
+    expected, of_lax = jax.jit(jax.value_and_grad(loss))(w, x)
+    np.testing.assert_allclose(value, expected, rtol=1e-2)
+    for ours, theirs in zip(gradient, of_lax, strict=True):
+        ours, theirs = np.asarray(ours, np.float32), np.asarray(theirs, np.float32)
+        assert np.linalg.norm(ours - theirs) <= 2e-2 * np.linalg.norm(theirs)
 
 
 @pytest.mark.gpu

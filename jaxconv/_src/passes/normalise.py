@@ -344,7 +344,7 @@ def _lower(platform: str, ctx, *operands, form: Form):
             ctx,
             platform,
             TARGET,
-            {n[:-1]: o for n, *o in zip(form.names, operands, ctx.avals_in, strict=True)},
+            {n[:-1]: (o, t) for n, o, t in zip(form.names, operands, ctx.avals_in, strict=True)},
             {"z": ctx.avals_out[0]},
             activation=named[0],
             **attributes,
