@@ -150,9 +150,9 @@ inline bool LeavesRowsUnwritten(const std::string& implementation, const ConvPro
          (p.out[0] - 1) * p.stride[0] + window < p.in[0] + p.pad_lo[0];
 }
 
-// Fewer than 32 channels of 16 bits on AMX: the kernel writes a window's taps and channels in one
-// row and multiplies a multiple of 32 of its numbers. Those behind the window are multiplied by
-// zeros of the filter, which gives NaN if they are Inf or NaN (4 of 3,550 random programs).
+// Fewer than 32 channels of 16 bits on AMX: the kernel copies the taps and channels of a window into
+// one row and multiplies a multiple of 32 numbers of it. The numbers behind the window meet zeros of
+// the filter, which gives NaN if they are Inf or NaN (4 of 3,550 random programs).
 inline bool ReadsBehindWindow(const std::string& implementation, const ConvProblem& p,
                               DType operands) {
   return p.op == Op::kFprop && p.rank < 3 && operands == DType::kBF16 &&

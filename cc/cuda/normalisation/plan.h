@@ -36,8 +36,8 @@ inline constexpr int kRowsInFlight = kBytes <= 16   ? 8
 // The assignment of channels and rows to the threads of a CTA.
 struct ChannelThreads {
   explicit ChannelThreads(int64_t channels);
-  // Slices of equal size, so that few threads of the last one are idle. Sums keep the division above:
-  // exported programs hold its number of parts and of their rows.
+  // Slices of equal size, so that few threads of the last one are idle. Sums keep the division
+  // above, because exported programs contain the rows of each part.
   static ChannelThreads Even(int64_t channels);
 
   int lanes, steps;  // vectors of channels, and rows, of a CTA
@@ -72,8 +72,8 @@ inline constexpr int kNormaliseCtas = 3;
 // as DRAM allows.
 Status CheckExponential(Activation activation);
 
-// Plans masked_sums, activated_sums, moments, normalise and normalise_add. Words of the key: "s", segments;
-// "r", rows of a segment; "c", channels; "g" and "y", the numbers of gradients and arrays;
+// Plans masked_sums, activated_sums, moments, normalise and normalise_add. Words of the key: "s",
+// segments; "r", rows of a segment; "c", channels; "g" and "y", the numbers of gradients and arrays;
 // "result", "affine" or "bits", the source of the mask; "activation:" and a name; "values", the sum
 // with the activation's value; "derivative:" and the name of the activation's derivative; "stores";
 // "bounded".

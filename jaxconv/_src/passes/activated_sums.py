@@ -59,10 +59,8 @@ def key(
     form: Form, shape: tuple[int, ...], dtype: np.dtype, segments: int, derivatives: bool = False
 ) -> str | None:
     """The key of the pass, or None if no call expresses it."""
-    named, differentiated = (
-        normalise.named_activation(form),
-        normalise.derivative_with_value(form.activation),
-    )
+    named = normalise.named_activation(form)
+    differentiated = normalise.derivative_with_value(form.activation)
     if named is None or form.summands != 1 or form.dtype != dtype:
         return None
     words = [f"activation:{named[0]}"]
@@ -203,10 +201,8 @@ def _lower(platform: str, ctx, *operands, form: Form, segments: int, derivatives
         by_part = ShapedArray((*leading, plan.parts, split.rows, y.shape[-1]), np.dtype(np.float32))
         names = [name.rstrip("0") for name in form.names]
         given = dict(zip(names, zip(operands, ctx.avals_in, strict=True), strict=True))
-        named, of_call = (
-            normalise.named_activation(form),
-            normalise.derivative_with_value(form.activation),
-        )
+        named = normalise.named_activation(form)
+        of_call = normalise.derivative_with_value(form.activation)
         assert named is not None, "a plan of a pass with an activation"
         attributes: dict[str, Any] = dict(activation=named[0], slope=np.float32(named[1]))
         # Exported programs of earlier versions lack the following ones.
