@@ -37,14 +37,10 @@ struct Pass {
 };
 
 constexpr Pass kPasses[] = {
-    {"masked_sums", MaskedSumsCases},
-    {"activated_sums", ActivatedSumsCases},
-    {"elementwise", ElementwiseCases},
-    {"moments", MomentsCases},
-    {"normalise", NormaliseCases},
-    {"normalise_add", NormaliseAddCases},
-    {"max_pool", MaxPoolCases},
-    {"max_pool_gradient", MaxPoolGradientCases},
+    {"masked_sums", MaskedSumsCases},  {"activated_sums", ActivatedSumsCases},
+    {"elementwise", ElementwiseCases}, {"moments", MomentsCases},
+    {"normalise", NormaliseCases},     {"normalise_add", NormaliseAddCases},
+    {"max_pool", MaxPoolCases},        {"max_pool_gradient", MaxPoolGradientCases},
 };
 
 int Main(int argc, char** argv) {
