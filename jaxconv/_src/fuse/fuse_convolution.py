@@ -126,7 +126,8 @@ def platforms() -> tuple[str, ...]:
 
     "cuda" first if ``JAXCONV_TARGET`` names a GPU, then the platform of the default device.
     """
-    device = jax.config.jax_default_device or jax.default_backend()  # type: ignore[attr-defined]
+    config: Any = jax.config  # some versions of JAX do not declare its options
+    device = config.jax_default_device or jax.default_backend()
     here = device if isinstance(device, str) else device.platform
     named = ["cuda"] if native.target() else []
     return tuple(dict.fromkeys([*named, "cuda" if here == "gpu" else here]))
