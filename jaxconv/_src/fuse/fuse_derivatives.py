@@ -200,6 +200,9 @@ _OPERATIONS: dict[str, Callable[..., Any]] = {
 # JAX adds it to constants of a program whose arrays are on a mesh.
 _RESHARD = "reshard"
 
+# Functions of JAX that compute with the bits of numbers, by name.
+_NAMED: dict[str, Callable[..., Any]] = {"exp_neg_sq": lambda x: np.exp(-x * x)}
+
 # Parameters that hold an operation's function.
 _CALLED = ("jaxpr", "call_jaxpr", "fun_jaxpr")
 
@@ -236,7 +239,10 @@ def _results(eqn: Any, operands: list[Any]) -> list[Any]:
     inner = next((eqn.params[p] for p in _CALLED if eqn.params.get(p) is not None), None)
     if inner is None:
         raise _UnknownError(name)
-    return _computed(compat.open_jaxpr(inner), getattr(inner, "consts", ()), operands)
+    called = compat.open_jaxpr(inner)
+    if (of_name := _NAMED.get(called.debug_info.func_name)) is not None:
+        return [of_name(*operands)]
+    return _computed(called, getattr(inner, "consts", ()), operands)
 
 
 def _converted(value: Any, dtype: np.dtype) -> Any:
