@@ -79,7 +79,7 @@ def test_the_kernel_takes_exponentials_in_16_bits(cuda_selection, activation, dt
         ((8, 8, 8, 1280), jnp.bfloat16, {}),
     ],
 )
-def test_what_xla_computes_as_fast(cuda_selection, shape, dtype, changes):
+def test_the_kernel_leaves_these_layers_to_xla(cuda_selection, shape, dtype, changes):
     activation = changes.pop("activation", "silu")
     of = dataclasses.replace(stored(shape, dtype, activation), **changes)
     assert kernel(of, *types(shape, dtype, *[shape[-1:]] * 3)) is None

@@ -59,7 +59,7 @@ def key(
     form: Form, shape: tuple[int, ...], dtype: np.dtype, segments: int, derivatives: bool = False
 ) -> str | None:
     """The key of the pass, or None if no call expresses it."""
-    named = normalise.named_activation(form)
+    named = form.named
     differentiated = normalise.derivative_with_value(form.activation)
     if named is None or form.summands != 1 or form.dtype != dtype:
         return None
@@ -100,7 +100,7 @@ def in_jax(*operands: jax.Array, form: Form, segments: int, derivatives: bool) -
     another shape than the program's activation.
     """
     named = dict(zip(form.names, operands, strict=True))
-    u, by_name = normalise.operand(named, form), normalise.named_activation(form)
+    u, by_name = normalise.operand(named, form), form.named
     assert form.activation is not None, "an activation"
     z = form.activation.value(u) if by_name is None else epilogue.activate(u, *by_name)
     terms = [z.astype(np.float32)]
@@ -201,7 +201,7 @@ def _lower(platform: str, ctx, *operands, form: Form, segments: int, derivatives
         by_part = ShapedArray((*leading, plan.parts, split.rows, y.shape[-1]), np.dtype(np.float32))
         names = [name.rstrip("0") for name in form.names]
         given = dict(zip(names, zip(operands, ctx.avals_in, strict=True), strict=True))
-        named = normalise.named_activation(form)
+        named = form.named
         of_call = normalise.derivative_with_value(form.activation)
         assert named is not None, "a plan of a pass with an activation"
         attributes: dict[str, Any] = dict(activation=named[0], slope=np.float32(named[1]))

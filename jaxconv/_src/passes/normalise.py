@@ -11,9 +11,8 @@ in float32. The main purpose of the primitive is its derivative: if the gradient
 one call of ``masked_sums`` computes all sums of the backward pass, including the activation's
 derivative, and reads the gradients and y_i once.
 
-The forward pass consists of JAX operations, which XLA fuses, except for one array of 16 bits whose
-activation has an exponential. Then XLA's pass takes longer than its memory traffic, and on NVIDIA
-GPUs one kernel computes z if z is stored.
+The forward pass consists of JAX operations, which XLA fuses. XLA's pass over 16 bits with an
+exponential is bound by instructions: there a kernel computes z on NVIDIA GPUs, if z is stored.
 
 z may be returned several times, once for each reader, so that the call of ``masked_sums`` adds the
 readers' gradients. If a shortcut is added and the derivative of the activation is a mask, the
@@ -146,6 +145,13 @@ class Form:
         """The operands' names, in order."""
         arrays = tuple(f"y{i}" for i in range(self.arrays)) + ("shortcut",) * self.shortcut
         return arrays + tuple(f"{v}{i}" for i, of in enumerate(self.vectors) for v in of)
+
+    @property
+    def named(self) -> tuple[str, float] | None:
+        """The activation's name in ``epilogue.ACTIVATIONS`` and its slope, or None."""
+        act = None if self.activation is None else self.activation.activation
+        name, slope = epilogue.parse_activation(act)
+        return None if name is None else (name, slope)
 
     @property
     def block_end(self) -> BlockEnd | None:
@@ -288,26 +294,14 @@ def _by_kernel(*operands: jax.Array, form: Form) -> list[jax.Array]:
     return [z] * form.copies + [bits]
 
 
-def named_activation(form: Form) -> tuple[str, float] | None:
-    """The activation's name in ``epilogue.ACTIVATIONS`` and its slope, or None."""
-    if form.activation is None or form.activation.activation is None:
-        return None
-    name, slope = epilogue.parse_activation(form.activation.activation)
-    return None if name is None else (name, slope)
-
-
 def key(form: Form, *operands: Any) -> str | None:
-    """The key of the pass that computes z for operands of these types, or None.
-
-    XLA fuses a z that is not stored with the operations that read it.
-    """
+    """The key of the pass that computes a stored z for operands of these types, or None."""
     y, *vectors = operands
-    named = named_activation(form)
+    named = form.named
     if named is None or not form.stored or form.summands != 1 or form.bits or form.dtype != y.dtype:
         return None
-    return key_of_rows(
-        "normalise", y.shape, y.dtype, _segments(y, vectors), [f"activation:{named[0]}"]
-    )
+    words = [f"activation:{named[0]}"]
+    return key_of_rows("normalise", y.shape, y.dtype, _segments(y, vectors), words)
 
 
 def _segments(y: Any, vectors: Sequence[Any]) -> int:
@@ -337,7 +331,7 @@ def _lower(platform: str, ctx, *operands, form: Form):
     y, *vectors = ctx.avals_in
 
     def by_kernel(_: native.PassPlan) -> list[Any]:
-        named, segments = named_activation(form), _segments(y, vectors)
+        named, segments = form.named, _segments(y, vectors)
         assert named is not None, "the activation of the key"
         attributes: dict[str, Any] = {"segments": np.int64(segments)} if segments > 1 else {}
         found = custom_call.lowered(
@@ -351,13 +345,10 @@ def _lower(platform: str, ctx, *operands, form: Form):
         )
         return [found["z"]] * form.copies
 
-    in_jax_of_form = functools.partial(_lower_in_jax, form=form)
-    asked = key(form, *ctx.avals_in)
-    if platform == "cuda" and not accepts_rows(asked, y.shape, otherwise=False):
-        return in_jax_of_form(ctx, *operands)  # without a row in ``explain``: XLA is as fast
-    return rules.lowered_pass(
-        platform, ctx, operands, asked, by_kernel, in_jax_of_form, _Normalise(form)
-    )
+    asked, in_jax = key(form, *ctx.avals_in), functools.partial(_lower_in_jax, form=form)
+    if platform != "cuda" or not accepts_rows(asked, y.shape, otherwise=False):
+        return in_jax(ctx, *operands)  # without a row in ``explain``: XLA is as fast
+    return rules.lowered_pass(platform, ctx, operands, asked, by_kernel, in_jax, _Normalise(form))
 
 
 _lower_in_jax = mlir.lower_fun(in_jax, multiple_results=True)
