@@ -301,11 +301,13 @@ def key(form: Form, *operands: Any) -> str | None:
     if named is None or not form.stored or form.summands != 1 or form.bits or form.dtype != y.dtype:
         return None
     words = [f"activation:{named[0]}"]
-    return key_of_rows("normalise", y.shape, y.dtype, _segments(y, vectors), words)
+    segments = _segments(y.shape, [v.shape for v in vectors])
+    return key_of_rows("normalise", y.shape, y.dtype, segments, words)
 
 
-def _segments(y: Any, vectors: Sequence[Any]) -> int:
-    return y.shape[0] if any(v.ndim == 2 for v in vectors) else 1
+def _segments(y: Sequence[int], vectors: Sequence[Sequence[int]]) -> int:
+    """The segments of an array of this shape: its examples if a vector has a row for each."""
+    return y[0] if any(len(v) == 2 for v in vectors) else 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -318,7 +320,7 @@ class _Normalise(SplitPass):
 
     def tensors(self, *shapes: Sequence[int]) -> Tensors:
         y, *vectors = shapes
-        dims = Dimensions(tuple(y), y[0] if any(len(v) == 2 for v in vectors) else 1)
+        dims = Dimensions(tuple(y), _segments(y, vectors))
         named = zip(self.form.names[1:], vectors, strict=True)
         operands = [dims.array("y"), *(dims.vector(f"{name}_", of) for name, of in named)]
         return operands, [dims.array(f"z{i}_") for i in range(self.form.copies)]
@@ -331,7 +333,7 @@ def _lower(platform: str, ctx, *operands, form: Form):
     y, *vectors = ctx.avals_in
 
     def by_kernel(_: native.PassPlan) -> list[Any]:
-        named, segments = form.named, _segments(y, vectors)
+        named, segments = form.named, _segments(y.shape, [v.shape for v in vectors])
         assert named is not None, "the activation of the key"
         attributes: dict[str, Any] = {"segments": np.int64(segments)} if segments > 1 else {}
         found = custom_call.lowered(
