@@ -227,6 +227,36 @@ def test_together_with_other_axes(x, w, y, forward, backward, kind):
         assert_exact(actual, exact, str(x))
 
 
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+@pytest.mark.parametrize(
+    "p", [p for p, *_ in CASES if p.lhs_dilation == (1, 1)], ids=lambda p: p.name
+)
+def test_rows_of_a_whole_operand_are_not_exchanged(p, kind):
+    """Every device has x; the split of the residual splits y, and with it the weight gradient.
+
+    On an explicit mesh the weight gradient belongs to a convolution whose type is that of x.
+    """
+    arrays, (y, _, dw) = tensors(p)
+    mesh = grid(getattr(jax.sharding.AxisType, kind), (4,), ("rows",))
+
+    def layer(x, w, residual):
+        options = dict(stride=p.stride, padding=p.padding, dilation=p.dilation, groups=p.groups)
+        return jaxconv.conv(x, w, residual=residual, **options)
+
+    def weight_gradient(x, w, t):
+        return jax.vjp(lambda w: layer(x, w, t), w)[1](t)
+
+    with jax.set_mesh(mesh):
+        operands = placed(mesh, arrays, Spec(), Spec(), Spec(None, "rows"))
+        run, gradient = (jax.jit(f).lower(*operands).compile() for f in (layer, weight_gradient))
+        actual, (actual_dw,) = run(*operands), gradient(*operands)
+    assert collectives(run) == {}
+    assert collectives(gradient) == {"all-reduce" if kind == "Auto" else "all-gather": 1}
+    assert_exact(actual, y + arrays[2], "y")
+    assert_exact(actual_dw, dw, "dw")
+    assert actual.sharding.is_equivalent_to(operands[2].sharding, 4)
+
+
 # XLA pads these to equal shares on every device, for example 13 = 4 + 4 + 4 + 1 rows.
 UNEVEN = [
     problem("same", (13, 3), 3, n=1, padding=1),

@@ -228,6 +228,23 @@ def test_results_stay_split(name, kind):
             assert (axes[0], axes[-1]) == (None if case.sums == 1 and of_sums else "data", "model")
 
 
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+def test_pooling_gathers_no_operand_that_is_whole(kind):
+    """The gradient's rows and places are split, the normalised array is not."""
+    case, mesh = CASES["gradient of pooling, affine"], grid(kind)
+    expected = jax.jit(case.function)(*drawn(case.operands))
+    with jax.set_mesh(mesh):
+        operands = [
+            jax.device_put(a, NamedSharding(mesh, spec(k, s="data" if k in "pq" else None)))
+            for k, a in zip(case.operands, drawn(case.operands), strict=True)
+        ]
+        compiled = jax.jit(case.function).lower(*operands).compile()
+        results = compiled(*operands)
+    assert_same(results, expected)
+    split = sum(kind in "pq" for kind in case.operands)
+    assert collectives(compiled)["all-gather"] <= split
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_uneven_shares(name):
     """An axis that devices cannot share evenly is whole on every device."""

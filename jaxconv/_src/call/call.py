@@ -114,6 +114,10 @@ class Call(partition.Splittable):
         """One device's results, from operands with all rows that it reads."""
         return [partition.sum_over(each, part.summed) for each in part.compute(*operands)]
 
+    def held(self, tensors: Tensors, given: Sequence) -> Tensors:
+        (lhs, *others), results = tensors
+        return [lhs.held(given[0], SPATIAL), *others], results
+
     def choose_split(
         self, tensors: Tensors, mesh: Mapping[str, int], given: Sequence, explicit: bool
     ) -> Split:

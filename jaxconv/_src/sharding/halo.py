@@ -3,7 +3,8 @@
 A device computes an even share of the result's rows. The rows of the operand that its windows read
 differ from its share of that operand. It receives the missing rows, as many as the window overlaps,
 from its neighbours by collective permutes; from several neighbours if their shares are smaller.
-Padding is not sent: devices at the edge read zeros.
+Padding is not sent: devices at the edge read zeros. Of an operand that it holds whole it takes the
+rows itself (``taken``).
 
 ``plan`` computes the rows of all devices with integers only, and ``exchange`` moves them. "Rows"
 are positions along the axis of a plan, for any axis.
@@ -249,6 +250,24 @@ def exchange(array: jax.Array, at: int, devices: Devices, plan: HaloPlan) -> jax
         ]
         array = lax.concatenate(pieces, at) if len(pieces) > 1 else array
         origin = tuple(p * plan.share - max(plan.before) for p in range(plan.parts))
+    return _read(array, at, devices, plan, origin)
+
+
+def taken(array: jax.Array, at: int, devices: Devices, plan: HaloPlan) -> jax.Array:
+    """The rows that one device reads, from an operand of which it holds every row."""
+    array = lax.slice_in_dim(array, 0, plan.extent, axis=at)
+    return _read(array, at, devices, plan, (0,) * plan.parts)
+
+
+def _read(
+    array: jax.Array, at: int, devices: Devices, plan: HaloPlan, origin: Sequence[int]
+) -> jax.Array:
+    """The rows that one device reads, zeros in the padding.
+
+    Args:
+        origin: the first row of ``array`` on every device.
+        array, at, devices, plan: those of ``exchange``.
+    """
     start = [f - o for f, o in zip(plan.first, origin, strict=True)]
     low = max(0, -min(start))
     high = max(0, max(start) + plan.count - array.shape[at])

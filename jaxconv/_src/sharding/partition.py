@@ -307,7 +307,8 @@ class Part:
     def exchanged(self, lhs: jax.Array, rhs: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Both operands of the convolution with all rows that the device reads."""
         for axis, devices, plan in self._rows(self.operands[0]):
-            lhs = halo.exchange(lhs, axis, devices, plan)
+            take = halo.taken if self.operands[0].whole(axis) else halo.exchange
+            lhs = take(lhs, axis, devices, plan)
         for axis, devices, plan in self._rows(self.operands[1]):
             if plan.result_extent < plan.parts * plan.result:
                 rhs = halo.existing(rhs, axis, devices, plan.result_extent)
@@ -346,25 +347,29 @@ class _Partitioned:
     def __call__(self, *operands):
         return tuple(self.call.bind(*operands))
 
-    def _chosen(self, infos: Sequence) -> tuple[DeviceLayout, Split, list[NamedSharding]]:
+    def _chosen(self, infos: Sequence) -> tuple[DeviceLayout, Tensors, Split, list[NamedSharding]]:
         """The partition of the call, and the sharding of every operand and result."""
-        operands, results = tensors = self.call.tensors(*self.shapes)
-        arrays = [*operands, *results]
+        tensors = self.call.tensors(*self.shapes)
         shardings = [getattr(info, "sharding", None) for info in infos]
-        layout, given = read_shardings(self.devices, shardings, [len(a.shape) for a in arrays])
+        ranks = [len(array.shape) for arrays in tensors for array in arrays]
+        layout, given = read_shardings(self.devices, shardings, ranks)
+        tensors = self.call.held(tensors, given)
         split = self.call.choose_split(tensors, layout.split.shape, given, False)
-        of = [NamedSharding(layout.split, partition_spec(a.partitions(split))) for a in arrays]
-        return layout, split, of
+        of = [
+            NamedSharding(layout.split, partition_spec(array.partitions(split)))
+            for arrays in tensors
+            for array in arrays
+        ]
+        return layout, tensors, split, of
 
     def partition(self, mesh, operands, results):
         """One device's program, and the shardings of its operands and results."""
-        layout, split, shardings = self._chosen([*operands, *results])
+        layout, tensors, split, shardings = self._chosen([*operands, *results])
 
         def body(*operands):
             # XLA calls back in the context of the compiling thread. With that thread's explicit
             # mesh the sum would be lowered with a sharding, which its reduction cannot have.
             with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
-                tensors = self.call.tensors(*self.shapes)
                 return tuple(self.call.on_devices(tensors, split, layout.whole.shape, *operands))
 
         count = len(operands)
@@ -373,7 +378,7 @@ class _Partitioned:
     def infer(self, mesh, operands, results):
         """The results' shardings, for the partitioner that preceded Shardy."""
         open_results = [jax.ShapeDtypeStruct(r.shape, r.dtype) for r in results]
-        return tuple(self._chosen([*operands, *open_results])[2][len(operands) :])
+        return tuple(self._chosen([*operands, *open_results])[-1][len(operands) :])
 
     def rule(self, mesh, operand_types, result_types) -> SdyShardingRule:
         tensors = self.call.tensors(*self.shapes)
@@ -384,10 +389,12 @@ class _Partitioned:
 
 
 def _chosen_explicitly(
-    call: Splittable, mesh: AbstractMesh, tensors: Tensors, avals: Sequence
-) -> Split:
+    call: Splittable, mesh: AbstractMesh, avals: Sequence
+) -> tuple[Tensors, Split]:
+    tensors = call.tensors(*(aval.shape for aval in avals))
     given = [*map(given_partitions, avals), *[None] * len(tensors[1])]
-    return call.choose_split(tensors, mesh.shape, given, True)
+    tensors = call.held(tensors, given)
+    return tensors, call.choose_split(tensors, mesh.shape, given, True)
 
 
 def _check_explicit(
@@ -448,8 +455,7 @@ def _explicit_split(
                 f"{call.subject}: expected an operand without unreduced or reduced mesh axes, got "
                 f"{described(aval)}; jax.sharding.reshard it first"
             )
-    tensors = call.tensors(*(aval.shape for aval in avals))
-    return mesh, tensors, _chosen_explicitly(call, mesh, tensors, avals)
+    return mesh, *_chosen_explicitly(call, mesh, avals)
 
 
 def result_shardings(call: Splittable, *avals) -> list[NamedSharding] | None:
@@ -503,8 +509,7 @@ def devices_of(ctx) -> tuple[AbstractMesh | None, Arrangement] | None:
 
 def _map_explicit(mesh: AbstractMesh, call: Splittable, ctx, operands):
     """Lowers through ``shard_map`` over the explicit axes; the types give each device's part."""
-    tensors = call.tensors(*(aval.shape for aval in ctx.avals_in))
-    split = _chosen_explicitly(call, mesh, tensors, ctx.avals_in)
+    tensors, split = _chosen_explicitly(call, mesh, ctx.avals_in)
     in_specs, out_specs = (
         tuple(partition_spec(each.partitions(split)) for each in arrays) for arrays in tensors
     )

@@ -1,9 +1,9 @@
 """The partition of passes over arrays of channels, in the algebra of ``partition``.
 
 A pass names the dimensions of its arrays: n, the spatial axes s0, s1 and so on, and last the
-channels c. Every dimension may be split evenly; a device that pools gathers its positions. If n or
-spatial axes are split, one all-reduce merges the sums over positions; if channels are split, none
-is needed.
+channels c. Every dimension may be split evenly; a device that pools gathers the positions of arrays
+that it does not hold whole. If n or spatial axes are split, one all-reduce merges the sums over
+positions; if channels are split, none is needed.
 """
 
 from __future__ import annotations
@@ -117,6 +117,15 @@ class SplitPass(Splittable):
         """
         return partition.sum_over(result, over)
 
+    def held(self, tensors: Tensors, given: Sequence) -> Tensors:
+        operands, results = tensors
+        names = self._gathered(operands)
+        return [a.held(p, names) for a, p in zip(operands, given, strict=False)], results
+
+    def _gathered(self, operands: Sequence[Tensor]) -> list[str]:
+        """The factors of which a device gathers the whole axis."""
+        return [name for name in operands[0].extents() if self.pools and name not in ("n", "c")]
+
     def choose_split(
         self, tensors: Tensors, mesh: Mapping[str, int], given: Sequence, explicit: bool
     ) -> Split:
@@ -138,8 +147,7 @@ class SplitPass(Splittable):
         def parts(*names: str) -> int:
             return math.prod(mesh[axis] for name in names for axis in split.get(name, ()))
 
-        factors = tensors[0][0].extents()
-        gathered = [name for name in factors if self.pools and name not in ("n", "c")]
+        factors, gathered = tensors[0][0].extents(), self._gathered(tensors[0])
         given = []
         for operand, tensor in zip(operands, tensors[0], strict=True):
             for at, axes in _split_axes(tensor, split, gathered):
@@ -162,8 +170,9 @@ class SplitPass(Splittable):
 
 def _split_axes(tensor: Tensor, split: Split, names: Sequence[str]) -> list[tuple[int, tuple]]:
     """The split array axes of some factors, and the mesh axes of each."""
-    found = [(tensor.axis(name), split.get(name, ())) for name in names]
-    return [(at, axes) for at, axes in found if at is not None and axes]
+    axes_of = tensor.partitions(split)
+    positions = map(tensor.axis, names)
+    return [(at, axes_of[at]) for at in positions if at is not None and axes_of[at]]
 
 
 def result_types(call: SplitPass, results: Sequence[Any], *avals: Any) -> list[Any]:

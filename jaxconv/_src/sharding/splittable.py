@@ -26,11 +26,13 @@ class Factor(NamedTuple):
         name: the factor's name.
         together: the number of adjacent elements of the axis that stay on one device.
         inner: Shardy's name of these; axes with one inner name have equally many.
+        whole: whether every device holds the whole axis, although other arrays split the factor.
     """
 
     name: str
     together: int = 1
     inner: str = ""
+    whole: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +61,30 @@ class Tensor:
 
     def partitions(self, split: Split) -> Partitions:
         """The partition of the array."""
-        return tuple(split.get(each.name, ()) if each else () for each in self.axes)
+        return tuple(
+            split.get(each.name, ()) if each and not each.whole else () for each in self.axes
+        )
+
+    def whole(self, axis: int) -> bool:
+        """Whether every device holds all of an axis that other arrays may split."""
+        factor = self.axes[axis]
+        return factor is not None and factor.whole
+
+    def held(self, partitions: Partitions | None, factors: Iterable[str]) -> Tensor:
+        """The array whose axes of some factors stay whole if devices already hold them whole.
+
+        Args:
+            partitions: the partition of the array before the call; None if it is open.
+            factors: the names of the factors.
+        """
+        if partitions is None:
+            return self
+        names = set(factors)
+        axes = (
+            each._replace(whole=True) if each and each.name in names and not split else each
+            for each, split in zip(self.axes, partitions, strict=True)
+        )
+        return dataclasses.replace(self, axes=tuple(axes))
 
 
 Tensors = tuple[list[Tensor], list[Tensor]]  # operands and results
@@ -83,6 +108,15 @@ class Splittable(abc.ABC):
     @abc.abstractmethod
     def bind(self, *operands: jax.Array) -> list[jax.Array]:
         """The primitive's results."""
+
+    @abc.abstractmethod
+    def held(self, tensors: Tensors, given: Sequence) -> Tensors:
+        """The arrays, of which some axes stay whole if devices already hold them whole.
+
+        These are the axes along which a device reads more than its share. From the whole axis it
+        takes what it reads; from shares this would need an exchange. Arguments as of
+        ``choose_split``.
+        """
 
     @abc.abstractmethod
     def choose_split(
