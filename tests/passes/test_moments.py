@@ -87,7 +87,27 @@ def test_merged_parts(shape, segments, dtype):
     y = drawn(shape, dtype, 100)
     segments = shape[0] if segments else 1
     split = np.asarray(y, np.float64).reshape(segments, -1, shape[-1])
-    parts = min(3, -(-split.shape[1] // 8))
+    found = merged(split, min(3, -(-split.shape[1] // 8)))
+    assert_close(found if segments > 1 else found[0], defined(y, segments), 5e-6)
+
+
+@pytest.mark.parametrize("kind", ["trend", "outlier of the last part", "outlier of one row"])
+def test_merged_parts_that_differ(kind):
+    """Part 0 has one row. The bounds are those of ``_merged``."""
+    parts, rows = 64, 63 * 8 + 1
+    y = np.asarray(drawn((rows, 16), np.float32), np.float64)
+    y += np.linspace(0, 1000, rows)[:, None] if kind == "trend" else 1000
+    if kind != "trend":
+        y[0 if kind == "outlier of one row" else -1] = 1e5
+    y = y.astype(np.float32).astype(np.float64)
+    mean, squares, rest = np.asarray(merged(y[None], parts)[0], np.float64)
+    expected, of_squares, _ = defined(y, 1)
+    assert abs(squares / of_squares - 1).max() < 2 * parts * 2.0**-23
+    assert (abs(mean + rest - expected) / np.sqrt(of_squares / rows)).max() < 1e-6
+
+
+def merged(split: np.ndarray, parts: int) -> jax.Array:
+    """The merged moments of float64 segments, (segments, rows, C), in blocks of 8 rows."""
     counts = moments.counts(split.shape[1], native.PassPlan("kernel", "", parts, 8, 1.0))
     assert len(counts) == parts and counts.min() > 0
     assert counts.sum() == split.shape[1]
@@ -98,8 +118,7 @@ def test_merged_parts(shape, segments, dtype):
         return np.stack([rows[0], mean - rows[0], squares])
 
     by_part = [[of_part(part) for part in np.split(s, ends)] for s in split]
-    found = moments._merged(jnp.asarray(by_part, np.float32), counts)
-    assert_close(found if segments > 1 else found[0], defined(y, segments), 5e-6)
+    return moments._merged(jnp.asarray(by_part, np.float32), counts)
 
 
 @pytest.mark.parametrize(

@@ -75,14 +75,14 @@ class Moment:
         """
         mean, squares = statistics[..., 0, :], statistics[..., 1, :]
         if self.central:
-            average = self._grouped(mean, jnp.mean, repeated=True)
-            shifts = [average, average]
+            total = self._of_groups(mean, squares, count)
         else:
             shifts = [0.0 if s is None else s.value(arrays) for s in self.shifts]
-        total = count * (mean - shifts[0])
-        if len(shifts) == 2:
-            total = squares + total * (mean - shifts[1])
-        total = self._grouped(total, jnp.sum)
+            total = count * (mean - shifts[0])
+            if len(shifts) == 2:
+                total = squares + total * (mean - shifts[1])
+            total, within = self._by_group(total)
+            total = jnp.sum(total, within) if within else total
         if self.factor != 1:
             total = total * self.factor
         aval = type_of(self.out)
@@ -91,17 +91,33 @@ class Moment:
         before = tuple((d,) for d in fuse_axes.in_order(digits))
         return fuse_axes.arranged(total, before, self.axes).astype(aval.dtype)
 
-    def _grouped(self, array: Any, reduce: Any, repeated: bool = False) -> Any:
-        """Reduces (..., C) over each group of channels; ``repeated``: with the shape (..., C)."""
+    def _of_groups(self, mean: Any, squares: Any, count: int) -> Any:
+        """M of each group, from each channel's mean and M.
+
+        Like the moments of parts (``passes.moments``), both sums are relative to the mean of one
+        channel, so that one kernel computes them. M does not depend on this reference.
+        """
+        (mean, within), (squares, _) = map(self._by_group, (mean, squares))
+        if not within:
+            return squares
+        first = jax.lax.stop_gradient(mean)
+        for axis in within:
+            first = jax.lax.slice_in_dim(first, 0, 1, axis=axis)
+        deviation = mean - first
+        total = jnp.sum(squares + count * deviation * deviation, within)
+        shift = jnp.mean(deviation, within)
+        elements = count * (mean.size // shift.size)
+        return jnp.maximum(total - elements * shift * shift, 0)
+
+    def _by_group(self, array: Any) -> tuple[Any, tuple[int, ...]]:
+        """(..., C) with the channels of each group along axes of their own, and these axes."""
         digits = fuse_axes.in_order(d for axis in self.axes for d in axis)
         kept = [d for d in digits if d.what == CHANNELS]
         if math.prod(d.extent for d in kept) == self.counts[1]:
-            return array
+            return array, ()
         extents = fuse_axes.refined(kept, self.counts[1])
         split = array.reshape((*array.shape[:-1], *extents))
-        axes = tuple(range(array.ndim - 1, split.ndim, 2))
-        found = reduce(split, axes, keepdims=repeated)
-        return jnp.broadcast_to(found, split.shape).reshape(array.shape) if repeated else found
+        return split, tuple(range(array.ndim - 1, split.ndim, 2))
 
 
 @dataclasses.dataclass(frozen=True)
