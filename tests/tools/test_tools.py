@@ -425,7 +425,7 @@ def test_the_resnet_example_compares_loss_curves(monkeypatch, capsys):
     example = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(example)
     monkeypatch.setattr(example, "STAGES", ((1, 1), (1, 2)))
-    options = ["--fuse", "--steps", "12", "--batch-size", "4", "--size", "32", "--orders", "2"]
+    options = ["--fuse", "--steps", "24", "--batch-size", "4", "--size", "32", "--orders", "2"]
     monkeypatch.setattr(sys, "argv", ["resnet50.py", *options])
     assert example.main() == 0
     said = capsys.readouterr().out
