@@ -31,6 +31,7 @@ from jaxconv._src.fuse import fuse_affine, fuse_axes
 from jaxconv._src.fuse.fuse_affine import Coefficient
 from jaxconv._src.fuse.fuse_axes import CHANNELS, EXAMPLES, POSITIONS, Axes
 from jaxconv._src.fuse.fuse_graph import IDENTITIES, Graph, is_float, traced, type_of
+from jaxconv._src.passes.moments import squares_of_all
 
 # A factor counts as 1 / n if it differs by at most this multiple of its accumulated rounding error.
 _ROUNDINGS = 4
@@ -94,8 +95,7 @@ class Moment:
     def _of_groups(self, mean: Any, squares: Any, count: int) -> Any:
         """M of each group, from each channel's mean and M.
 
-        Like the moments of parts (``passes.moments``), both sums are relative to the mean of one
-        channel, so that one kernel computes them. M does not depend on this reference.
+        The sums are relative to the mean of one channel, on which M does not depend.
         """
         (mean, within), (squares, _) = map(self._by_group, (mean, squares))
         if not within:
@@ -104,10 +104,9 @@ class Moment:
         for axis in within:
             first = jax.lax.slice_in_dim(first, 0, 1, axis=axis)
         deviation = mean - first
-        total = jnp.sum(squares + count * deviation * deviation, within)
         shift = jnp.mean(deviation, within)
-        elements = count * (mean.size // shift.size)
-        return jnp.maximum(total - elements * shift * shift, 0)
+        total = count * (mean.size // shift.size)
+        return squares_of_all(deviation, squares, count, shift, total, within)
 
     def _by_group(self, array: Any) -> tuple[Any, tuple[int, ...]]:
         """(..., C) with the channels of each group along axes of their own, and these axes."""

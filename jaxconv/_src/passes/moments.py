@@ -101,30 +101,46 @@ def counts(rows: int, plan: native.PassPlan) -> np.ndarray:
     return found
 
 
+def squares_of_all(
+    deviation: jax.Array, squares: jax.Array, count: Any, shift: jax.Array, total: Any, axes: Any
+) -> jax.Array:
+    """M of several sets together, relative to any number r instead of their mean.
+
+        M = sum of (M_i + count_i d_i^2) - n s^2,    d_i = mean_i - r,    s = mean - r
+
+    Its sum does not wait for the mean, so one kernel computes both.
+
+    Args:
+        deviation, squares, count: d_i, M_i, and the number of elements of a set or of each set.
+        shift, total: s and n.
+        axes: the axes of the sets.
+    """
+    found = jnp.sum(squares + deviation * deviation * count, axes) - total * shift * shift
+    return jnp.maximum(found, 0)
+
+
 def _merged(by_part: jax.Array, count: np.ndarray) -> jax.Array:
     """Merges the pivots, offsets and M, (..., parts, 3, C), of parts with these row counts.
 
-    Both sums are relative to the mean of the last part, so one kernel reads the parts once. With r
-    the reference and d_i = mean_i - r,
-
-        mean = r + s,    s = sum of count_i d_i / n,    M = sum of (M_i + count_i d_i^2) - n s^2
-
-    A large mean costs no accuracy. Among n rows the last part has n / (2 parts) or more (part 0 may
-    have a single one), so n s^2 is at most 2 parts M: the subtraction gives M a relative error of
-    2 parts 2^-23 at worst, and of 2^-23 if the parts are alike.
+    Sums are relative to the mean of the last part, so a large mean costs no accuracy. Among n rows
+    that part has n / (2 parts) or more (part 0 may have a single one), so in ``squares_of_all``
+    n s^2 is at most 2 parts M: the subtraction gives M a relative error of 2 parts 2^-23 at worst,
+    and of 2^-23 if the parts are alike.
     """
-    rows = count.sum()
-    weights, counts = ((count / n).astype(np.float32)[:, None] for n in (rows, 1))
+    total = np.float32(count.sum())
+    weights = (count / count.sum()).astype(np.float32)[:, None]
     pivots, offsets, squares = (by_part[..., i, :] for i in range(3))
     reference = pivots[..., -1:, :] + offsets[..., -1:, :]
     of_part = pivots - reference + offsets
     shift = jnp.sum(of_part * weights, -2)
-    found = jnp.sum(squares + of_part * of_part * counts, -2) - np.float32(rows) * shift * shift
+    found = squares_of_all(
+        of_part, squares, count.astype(np.float32)[:, None], shift, total, axes=-2
+    )
     reference = reference[..., 0, :]
     mean = reference + shift
     of_shift = mean - reference
     rest = (reference - (mean - of_shift)) + (shift - of_shift)  # Knuth's TwoSum: exact
-    return jnp.stack([mean, jnp.maximum(found, 0), rest], -2)
+    return jnp.stack([mean, found, rest], -2)
 
 
 @dataclasses.dataclass(frozen=True)

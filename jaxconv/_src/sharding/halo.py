@@ -3,8 +3,8 @@
 A device computes an even share of the result's rows. The rows of the operand that its windows read
 differ from its share of that operand. It receives the missing rows, as many as the window overlaps,
 from its neighbours by collective permutes; from several neighbours if their shares are smaller.
-Padding is not sent: devices at the edge read zeros. Of an operand that it holds whole it takes the
-rows itself (``taken``).
+Padding is not sent: devices at the edge read zeros. A device receives nothing of an operand that it
+holds whole: ``taken`` slices it.
 
 ``plan`` computes the rows of all devices with integers only, and ``exchange`` moves them. "Rows"
 are positions along the axis of a plan, for any axis.
